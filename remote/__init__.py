@@ -1,0 +1,1 @@
+"""What lives at the far end beside the trainer; standard library alone."""

@@ -1,0 +1,1 @@
+"""What both ends agree on: frames, events and metrics, run records, run directory layout, codec."""

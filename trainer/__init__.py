@@ -1,0 +1,1 @@
+"""The DFlash trainer: `python -m trainer VERB`."""

@@ -1,0 +1,1 @@
+"""The frozen target: loading it, capturing its hidden states, decoding with it."""

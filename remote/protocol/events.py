@@ -1,0 +1,247 @@
+"""Every event a run emits, declared once with unit and meaning.
+
+events.jsonl holds one event a line; the human log line, the tables and docs/metrics.md come from the same declaration. A field with
+a `line` format appears in the log line, and `parse_line(render_line(e))` gives back those fields at that precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, ClassVar, TypeVar
+
+from remote.protocol.codec import dumps, from_plain, loads_object, plain
+
+
+def metric(help: str, *, unit: str = "", line: str | None = None, default: Any = dataclasses.MISSING) -> Any:
+    """Declare an event field: its meaning, unit, format in the log line (None: not in it) and default."""
+    metadata = {"help": help, "unit": unit, "line": line}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base of all events. `time` is unix seconds, `rank` the global rank it arose on (-1: the run as a whole)."""
+
+    kind: ClassVar[str] = ""
+
+    time: float = metric("when it happened", unit="s since 1970")
+    rank: int = metric("global rank it arose on; -1 for the run as a whole", default=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    kind: ClassVar[str] = "run_started"
+
+    run_id: str = metric("the run", line="s")
+    topology: str = metric("targets and drafters, e.g. '5 targets / 3 drafters on cuda'", line="s")
+    total_steps: int = metric("optimizer steps of the whole run", line="d")
+    first_step: int = metric(
+        "the step that is trained first: 1, or the one after the checkpoint resumed from", line="d"
+    )
+    resumed_from: str = metric("checkpoint directory, empty for a fresh run", line="s", default="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase(Event):
+    kind: ClassVar[str] = "phase"
+
+    role: str = metric("leader, target or drafter", line="s")
+    phase: str = metric("loading, warmup, training, saving, finishing", line="s")
+    detail: str = metric("what exactly", line="s", default="")
+    seconds: float = metric("how long the piece of work took; 0 at its beginning", unit="s", line=".2f", default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Event):
+    kind: ClassVar[str] = "step"
+
+    step: int = metric("optimizer step, counted from 1", line="d")
+    total_steps: int = metric("optimizer steps of the whole run", line="d")
+    epoch: int = metric("epoch of the step's first micro-batch, counted from 0", line="d")
+    loss: float = metric("weighted cross-entropy over all ranks and micro-batches of the step", unit="nats", line=".4f")
+    accuracy: float = metric("share of supervised positions whose argmax is the label", line=".4f")
+    accept_len: float = metric(
+        "mean over blocks of 1 + leading correct rows (teacher-forced)", unit="tokens", line=".3f"
+    )
+    lr: float = metric("learning rate of the step", line=".3e")
+    grad_norm: float = metric("global gradient norm before clipping", line=".4f")
+    tokens: int = metric("non-padding tokens trained in the step", unit="tokens", line="d")
+    tokens_per_second: float = metric(
+        "non-padding tokens trained per second since the last step", unit="tok/s", line=".1f"
+    )
+    eta_seconds: float = metric("time left at the pace so far", unit="s", line=".0f", default=0.0)
+    applied: bool = metric("whether the optimizer step was applied", line="s", default=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageProfile(Event):
+    kind: ClassVar[str] = "stage_profile"
+
+    role: str = metric("target or drafter", line="s")
+    device: str = metric("device of the rank", line="s")
+    interval: float = metric("length of the profile interval", unit="s", line=".2f")
+    tokens: int = metric("non-padding tokens in the interval", unit="tokens", line="d")
+    stages: dict[str, float] = metric("seconds in each stage of the interval", unit="s", line="json3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineProfile(Event):
+    kind: ClassVar[str] = "pipeline_profile"
+
+    interval: float = metric("length of the profile interval", unit="s", line=".2f")
+    target_tokens_per_second: float = metric("what the targets would do without waiting", unit="tok/s", line=".1f")
+    drafter_tokens_per_second: float = metric("what the drafters would do without waiting", unit="tok/s", line=".1f")
+    tokens_per_second: float = metric("what the pipeline did", unit="tok/s", line=".1f")
+    target_wait: float = metric("share of the interval the targets waited", line=".3f")
+    drafter_wait: float = metric("share of the interval the drafters waited", line=".3f")
+    ring_bytes: int = metric("bytes of published, unconsumed states at the end of the interval", unit="B", line="d")
+    ring_capacity: int = metric("bytes the ring can hold", unit="B", line="d")
+    padding: float = metric("share of the target's positions that were padding", line=".3f")
+    limits: str = metric("which side limits: targets, drafters or neither", line="s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    kind: ClassVar[str] = "checkpoint_saved"
+
+    step: int = metric("the last step it contains", line="d")
+    path: str = metric("its directory", line="s")
+    bytes: int = metric("its size", unit="B", line="d")
+    seconds: float = metric("how long saving took", unit="s", line=".2f")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveProgress(Event):
+    kind: ClassVar[str] = "save_progress"
+
+    step: int = metric("the step being saved", line="d")
+    written: int = metric("bytes written so far", unit="B", line="d")
+    total: int = metric("bytes to write", unit="B", line="d")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmRaised(Event):
+    kind: ClassVar[str] = "alarm"
+
+    alarm: str = metric("non_finite, loss_not_positive, accuracy_one, torn_metric, wrong_copy, stall, ...", line="s")
+    message: str = metric("what was seen and where it arose", line="s")
+    step: int = metric("the step it belongs to", line="d", default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message(Event):
+    kind: ClassVar[str] = "message"
+
+    level: str = metric("info or warning", line="s")
+    text: str = metric("what happened", line="s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFinished(Event):
+    kind: ClassVar[str] = "run_finished"
+
+    result: str = metric("finished, stopped or failed", line="s")
+    step: int = metric("the last step trained", line="d")
+    checkpoint: str = metric("the last complete checkpoint, empty if there is none", line="s", default="")
+    seconds: float = metric("time spent in training steps", unit="s", line=".1f", default=0.0)
+    tokens: int = metric("non-padding tokens trained by this run", unit="tokens", line="d", default=0)
+    first_loss: float = metric("loss of the first step", unit="nats", line=".4f", default=0.0)
+    last_loss: float = metric("loss of the last step", unit="nats", line=".4f", default=0.0)
+
+
+KINDS: dict[str, type[Event]] = {
+    cls.kind: cls
+    for cls in (
+        RunStarted, Phase, Step, StageProfile, PipelineProfile, CheckpointSaved, SaveProgress, AlarmRaised, Message, RunFinished,
+    )
+}  # fmt: skip
+
+
+def encode(event: Event) -> str:
+    """Return the event's line in events.jsonl, without the newline."""
+    return dumps({"kind": event.kind, **plain(event)})
+
+
+def decode(line: str | bytes) -> Event | None:
+    """Parse a line of events.jsonl; None for an unknown kind of a newer writer. Raises ValueError when it is no event."""
+    data = loads_object(line)
+    kind = data.get("kind")
+    if not isinstance(kind, str):
+        raise ValueError("event without a kind")
+    cls = KINDS.get(kind)
+    return None if cls is None else from_plain(cls, data)
+
+
+def read_events(data: bytes) -> Iterator[Event]:
+    """Yield the known events of complete lines in `data`; a torn last line, unknown kinds and garbage lines are skipped."""
+    for line in data.split(b"\n")[:-1]:
+        try:
+            event = decode(line)
+        except ValueError:
+            continue
+        if event is not None:
+            yield event
+
+
+E_ = TypeVar("E_", bound=Event)
+
+_PAIR = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|\{[^ ]*\}|[^ "{]\S*)')
+_LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ([a-z_]+)(?: (.*))?")
+
+
+def line_fields(cls: type[Event]) -> list[dataclasses.Field[Any]]:
+    """Return the fields that the log line of this kind carries, in order."""
+    return [field for field in dataclasses.fields(cls) if field.metadata.get("line") is not None]
+
+
+def _render_value(value: Any, spec: str) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if spec == "json3":
+        return dumps({key: round(item, 3) for key, item in value.items()})
+    if isinstance(value, float):
+        return str(plain(value)) if plain(value) != value else format(value, spec)
+    if isinstance(value, int):
+        return format(value, spec)
+    return dumps(value)
+
+
+def render_line(event: Event) -> str:
+    """Return the human log line: UTC time, kind, key=value pairs."""
+    stamp = datetime.fromtimestamp(event.time, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
+    pairs = [
+        f"{field.name}={_render_value(getattr(event, field.name), field.metadata['line'])}"
+        for field in line_fields(type(event))
+    ]
+    return " ".join([f"{stamp}Z", event.kind, *pairs])
+
+
+def _parse_value(text: str, hint: str) -> Any:
+    if hint == "bool":
+        return text == "yes"
+    if hint.startswith("dict"):
+        return loads_object(text)
+    if hint == "str":
+        return loads_object(f'{{"v":{text}}}')["v"]
+    return int(text) if hint == "int" else (text if text in ("NaN", "Infinity", "-Infinity") else float(text))
+
+
+def parse_line(line: str) -> dict[str, Any] | None:
+    """Return the fields of a rendered log line with `kind` and `time`, or None when the line is none of ours."""
+    match = _LINE.fullmatch(line.strip())
+    if match is None or (cls := KINDS.get(match[2])) is None:
+        return None
+    hints = {field.name: str(field.type) for field in line_fields(cls)}
+    stamp = datetime.strptime(match[1], "%Y-%m-%dT%H:%M:%S.%f").replace(tzinfo=UTC).timestamp()
+    values: dict[str, Any] = {"kind": cls.kind, "time": stamp}
+    try:
+        for key, text in _PAIR.findall(match[3] or ""):
+            if key in hints:
+                values[key] = _parse_value(text, hints[key])
+    except ValueError:
+        return None
+    return values

@@ -1,0 +1,64 @@
+"""Whole-file open-file-description locks (Linux), the ground truth of "does anything of this run live".
+
+They die with the last descriptor of the open file, so no crash leaves one behind. flock() is another lock space, which
+F_OFD_GETLK does not see; classic POSIX locks are lost when any descriptor of the file is closed. Probing never takes a lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from enum import IntEnum
+from pathlib import Path
+
+# struct flock on 64-bit Linux: short l_type, short l_whence, off_t l_start, off_t l_len, pid_t l_pid. l_pid must be 0 for OFD locks.
+_FLOCK = struct.Struct("hhqqi4x")
+# asm-generic/fcntl.h; Python's fcntl module names them from 3.9 on where the C library does.
+_F_OFD_GETLK = 36
+_F_OFD_SETLK = 37
+
+
+class LockKind(IntEnum):
+    """How a lock is held."""
+
+    SHARED = fcntl.F_RDLCK
+    EXCLUSIVE = fcntl.F_WRLCK
+
+
+class LockBusy(Exception):
+    """Another open file description holds a conflicting lock."""
+
+
+def _request(kind: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
+
+
+def acquire(path: Path, kind: LockKind) -> int:
+    """Open (or create) `path`, lock it without waiting, and return the descriptor that holds the lock (close-on-exec).
+
+    Raises LockBusy when a conflicting lock is held, OSError when the file cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.fcntl(descriptor, _F_OFD_SETLK, _request(kind))
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError | PermissionError):
+            raise LockBusy(str(path)) from error
+        raise
+    return descriptor
+
+
+def is_held(path: Path) -> bool:
+    """Whether anybody holds a lock on `path`, shared or exclusive. A missing file is not held."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        # A would-be exclusive lock conflicts with every holder. GETLK needs no write permission.
+        answer = fcntl.fcntl(descriptor, _F_OFD_GETLK, _request(LockKind.EXCLUSIVE))
+    finally:
+        os.close(descriptor)
+    return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK

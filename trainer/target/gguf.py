@@ -1,7 +1,7 @@
 """`python -m trainer.target.gguf SOURCE.gguf DESTINATION`: a GGUF file becomes a plain transformers directory.
 
-transformers reads a GGUF by dequantising it, but such a model refuses `save_pretrained`. So its state is loaded strictly
-into a model built anew from its configuration, and that one is saved as float32.
+transformers reads a GGUF by dequantising it, but such a model refuses `save_pretrained`. So its state is loaded
+strictly into a model built anew from its configuration, and that one is saved as float32.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ def convert(source: Path, destination: Path) -> None:
     with new_directory(destination) as directory:
         read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         config = read.config
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
+        config.__dict__.pop("quantization_config", None)
         config.dtype = torch.float32
         model = AutoModelForCausalLM.from_config(config)
         model.load_state_dict(read.state_dict(), strict=True)

@@ -51,7 +51,7 @@ def refuse_existing(destination: Path) -> None:
 
 
 def _finish_tree(directory: Path) -> None:
-    """Fsync everything and give it ordinary modes: mkdtemp makes 0700 and safetensors 0600, which locks out other users."""
+    """Fsync everything and give it ordinary modes: mkdtemp makes 0700, safetensors 0600; other users could not read."""
     umask = os.umask(0o077)
     os.umask(umask)
     for path in [*directory.rglob("*"), directory]:

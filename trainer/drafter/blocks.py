@@ -1,0 +1,188 @@
+"""Blocks of one packed row: N anchors, B rows each, with labels, weights and what the attention mask needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainer.drafter.anchors import candidates, row_shares, sample_anchors
+
+# The document index of rows that are padding. Context rows only: a block always has a document.
+PADDING = -1
+
+
+class Run(NamedTuple):
+    """One document of a packed row: rows [start, end) and its id in the data set."""
+
+    start: int
+    end: int
+    document_id: int
+
+
+class Segment(NamedTuple):
+    """One document of a packed row that owns blocks [first_block, last_block), and the rows [start, end) they may see.
+
+    `end` is the row of the document's last anchor: no block looks at or beyond its own anchor.
+    """
+
+    start: int
+    end: int
+    first_block: int
+    last_block: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """N blocks of B rows over a packed row of T context rows. Block row k predicts the token at anchor + k (no shift).
+
+    All tensors share one device; the tuples stay on the host, so that no step waits for them.
+    `supervised_rows` lists the M rows of the flattened [N·B] that carry loss. N may be 0, then there is one empty
+    segment, which keeps every parameter in the autograd graph: a rank without anchors still joins the all-reduce.
+    """
+
+    input_ids: torch.Tensor  # i64[N, B]: the anchor's token, then mask tokens
+    labels: torch.Tensor  # i64[N, B]: tokens anchor .. anchor+B-1, 0 where unsupervised
+    weights: torch.Tensor  # f32[N, B]: exp(-(k-1)/gamma), 0 where unsupervised
+    supervised: torch.Tensor  # bool[N, B]
+    supervised_rows: torch.Tensor  # i64[M]
+    anchor_positions: torch.Tensor  # i64[N]: position of the anchor in its document
+    anchor_rows: torch.Tensor  # i64[N]: index of the anchor in the packed row
+    positions: torch.Tensor  # i64[N, B]: anchor position + k, the rotary position
+    documents: torch.Tensor  # i64[N]: ordinal of the block's document in the row
+    context_positions: torch.Tensor  # i64[T]
+    context_documents: torch.Tensor  # i64[T], PADDING for padding rows
+    runs: tuple[Run, ...]
+    segments: tuple[Segment, ...]
+
+    @property
+    def count(self) -> int:
+        """N, the number of blocks."""
+        return self.input_ids.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """B, the number of rows of a block."""
+        return self.input_ids.shape[1]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Blocks:
+        """Return the same blocks with every tensor on `device`."""
+        moved = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            moved[field.name] = value.to(device, non_blocking=non_blocking) if torch.is_tensor(value) else value
+        return Blocks(**moved)
+
+
+def build_blocks(
+    input_ids: NDArray[np.int32],
+    loss_mask: NDArray[np.uint8],
+    document_ids: NDArray[np.int64],
+    position_ids: NDArray[np.int32],
+    *,
+    seed: int,
+    epoch: int,
+    num_anchors: int,
+    row_budget: int,
+    block_size: int,
+    mask_token_id: int,
+    gamma: float,
+) -> Blocks:
+    """Draw the anchors of a packed row and lay out their blocks on the CPU.
+
+    Args: four arrays of T rows, every document one contiguous run (id -1: padding); `num_anchors` blocks at most a
+    document, `row_budget` block rows at most a packed row, `gamma` the decay length of the weights in rows.
+    """
+    runs = document_runs(document_ids)
+    found = [candidates(loss_mask[run.start : run.end]) for run in runs]
+    counts = np.array([len(each) for each in found], dtype=np.int64)
+    shares = row_shares(counts, row_budget // block_size, num_anchors)
+    drawn = [
+        sample_anchors(each, int(share), seed=seed, epoch=epoch, document_id=run.document_id)
+        for run, each, share in zip(runs, found, shares, strict=True)
+    ]
+    return lay_out(
+        input_ids,
+        loss_mask,
+        position_ids,
+        runs,
+        drawn,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        gamma=gamma,
+    )
+
+
+def lay_out(
+    input_ids: NDArray[np.int32],
+    loss_mask: NDArray[np.uint8],
+    position_ids: NDArray[np.int32],
+    runs: Sequence[Run],
+    anchors: Sequence[NDArray[np.int64]],
+    *,
+    block_size: int,
+    mask_token_id: int,
+    gamma: float,
+) -> Blocks:
+    """Lay out blocks at given anchors: `anchors[d]` ascending offsets
+    inside document d.
+
+    A block that runs over its document's end keeps its B rows; those beyond the end are unsupervised.
+    """
+    rows = len(input_ids)
+    context_documents = np.full(rows, PADDING, dtype=np.int64)
+    for ordinal, run in enumerate(runs):
+        context_documents[run.start : run.end] = ordinal
+    documents = np.repeat(np.arange(len(runs)), [len(each) for each in anchors]).astype(np.int64)
+    starts = np.array([run.start for run in runs], dtype=np.int64)[documents]
+    ends = np.array([run.end for run in runs], dtype=np.int64)[documents]
+    anchor_rows = starts + (np.concatenate(anchors) if anchors else np.zeros(0, dtype=np.int64))
+    offsets = np.arange(block_size)
+    row_index = anchor_rows[:, None] + offsets
+    inside = np.minimum(row_index, max(rows - 1, 0))
+    # The document's end, not the row's: in a packed row the next token belongs to somebody else.
+    supervised = (row_index < ends[:, None]) & (offsets > 0) & loss_mask.astype(bool)[inside]
+    block_ids = np.full(row_index.shape, mask_token_id, dtype=np.int64)
+    block_ids[:, 0] = input_ids[anchor_rows]
+    anchor_positions = position_ids[anchor_rows].astype(np.int64)
+    return Blocks(
+        input_ids=torch.from_numpy(block_ids),
+        labels=torch.from_numpy(np.where(supervised, input_ids[inside], 0).astype(np.int64)),
+        weights=torch.from_numpy((np.exp(-(offsets - 1) / gamma) * supervised).astype(np.float32)),
+        supervised=torch.from_numpy(supervised),
+        supervised_rows=torch.from_numpy(np.flatnonzero(supervised)),
+        anchor_positions=torch.from_numpy(anchor_positions),
+        anchor_rows=torch.from_numpy(anchor_rows),
+        positions=torch.from_numpy(anchor_positions[:, None] + offsets),
+        documents=torch.from_numpy(documents),
+        context_positions=torch.from_numpy(position_ids.astype(np.int64)),
+        context_documents=torch.from_numpy(context_documents),
+        runs=tuple(runs),
+        segments=_segments(runs, anchors),
+    )
+
+
+def document_runs(document_ids: NDArray[np.int64]) -> list[Run]:
+    """Return every contiguous run of one document id of i64[T], padding left out."""
+    if len(document_ids) == 0:
+        return []
+    cuts = np.flatnonzero(np.diff(document_ids)) + 1
+    bounds = [0, *cuts.tolist(), len(document_ids)]
+    runs = (Run(start, end, int(document_ids[start])) for start, end in pairwise(bounds))
+    return [run for run in runs if run.document_id != PADDING]
+
+
+def _segments(runs: Sequence[Run], anchors: Sequence[NDArray[np.int64]]) -> tuple[Segment, ...]:
+    """Return the documents that own blocks; one empty segment where none does."""
+    segments: list[Segment] = []
+    first = 0
+    for run, offsets in zip(runs, anchors, strict=True):
+        if len(offsets):
+            segments.append(Segment(run.start, run.start + int(offsets[-1]), first, first + len(offsets)))
+        first += len(offsets)
+    return tuple(segments) or (Segment(0, 0, 0, 0),)

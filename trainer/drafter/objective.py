@@ -1,0 +1,139 @@
+"""The decayed cross-entropy of block rows against a frozen head, in chunks, with its gradient made in the forward pass.
+
+Made at once, the logits of 512 blocks of 16 rows over 248,320 tokens would take 8 GB in float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from remote.protocol.errors import preflight_error
+from trainer.drafter.blocks import Blocks
+from trainer.drafter.randomness import philox
+
+
+class ObjectiveSums(NamedTuple):
+    """Numerators and denominators of one micro-batch; whoever reports divides after summing over ranks and batches.
+
+    `loss_sum` is a differentiable scalar (Σ w·CE), `weight_sum` Σ w; both float32, float64 for float64 states.
+    `metrics` f64[4 + 2B] = correct, supervised, accept_len_sum, blocks, correct per row [B], supervised per row [B].
+    """
+
+    loss_sum: torch.Tensor
+    weight_sum: torch.Tensor
+    metrics: torch.Tensor
+
+
+def block_objective(
+    hidden: torch.Tensor,
+    head_weight: torch.Tensor,
+    blocks: Blocks,
+    *,
+    chunk_rows: int,
+    vocab_subset: torch.Tensor | None = None,
+) -> ObjectiveSums:
+    """Return the sums of Σ w·CE over the supervised rows of hidden f[N·B, H].
+
+    `head_weight` f[V, H] is the target's, frozen: it gets no gradient. With `vocab_subset`, ascending i64[V'], it holds
+    the rows of these tokens alone, f[V', H], and the softmax runs over them. At most `chunk_rows` rows of logits exist
+    at once; the softmax is float32 (float64 for such states).
+    """
+    labels = blocks.labels.flatten()[blocks.supervised_rows]
+    if vocab_subset is not None:
+        if head_weight.shape[0] != vocab_subset.shape[0]:
+            raise ValueError(f"head of {head_weight.shape[0]} rows for a vocabulary of {vocab_subset.shape[0]} tokens")
+        labels = torch.searchsorted(vocab_subset, labels)
+    weights = blocks.weights.to(_wide(hidden.dtype)).flatten()[blocks.supervised_rows]
+    loss_sum, correct = _ChunkedCrossEntropy.apply(
+        hidden, head_weight, blocks.supervised_rows, labels, weights, chunk_rows
+    )
+    return ObjectiveSums(loss_sum, weights.sum(), _metrics(correct, blocks))
+
+
+def make_vocab_subset(token_ids_seen: NDArray[np.integer], vocab_size: int, extra: int, seed: int) -> NDArray[np.int64]:
+    """Return ascending i64[V']: every token that occurs in the data, and `extra` random others.
+
+    Labels come from the data, so each has a place. The others keep the softmax from forgetting what the data lacks.
+
+    Raises:
+        DflashError: a token lies outside the vocabulary, and would have no row in the head (code 7).
+    """
+    seen = np.unique(np.asarray(token_ids_seen, dtype=np.int64))
+    if seen.size and not (seen[0] >= 0 and seen[-1] < vocab_size):
+        raise preflight_error(
+            "the data's tokens do not fit the target's vocabulary",
+            cause=f"token ids {seen[0]} to {seen[-1]} for a vocabulary of {vocab_size}",
+            hint="prepare the data with the target's own tokenizer",
+        )
+    others = np.setdiff1d(np.arange(vocab_size, dtype=np.int64), seen)
+    order = np.argsort(philox("vocabulary", seed).random_raw(len(others)), kind="stable")
+    return np.sort(np.concatenate([seen, others[order[:extra]]]))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Σ w·CE, with d/d hidden computed beside it, so that logits are made once and never kept."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        hidden: torch.Tensor,
+        head_weight: torch.Tensor,
+        rows: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        chunk_rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (loss sum, correct bool[M]) for M supervised rows of hidden f[N·B, H]."""
+        gradient = torch.zeros_like(hidden)
+        loss_sum = torch.zeros((), dtype=weights.dtype, device=hidden.device)
+        correct = torch.zeros_like(labels, dtype=torch.bool)
+        for start in range(0, len(rows), chunk_rows):
+            part = slice(start, start + chunk_rows)
+            logits = (hidden[rows[part]] @ head_weight.T).to(weights.dtype)
+            correct[part] = logits.argmax(dim=-1) == labels[part]
+            losses, logits_gradient = _cross_entropy(logits, labels[part], weights[part])
+            loss_sum += losses.sum()
+            gradient[rows[part]] = logits_gradient.to(hidden.dtype) @ head_weight
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(correct)
+        return loss_sum, correct
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: torch.autograd.function.FunctionCtx, loss_gradient: torch.Tensor, _: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of hidden alone; the head is frozen."""
+        (gradient,) = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
+        return gradient * loss_gradient.to(gradient.dtype), None, None, None, None, None
+
+
+def _cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return w·CE f[rows] and its gradient f[rows, V], which overwrites `logits`. Other objectives take this place."""
+    chosen = logits.gather(-1, labels[:, None])
+    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
+    probabilities = logits.sub_(normaliser).exp_()
+    probabilities.scatter_add_(-1, labels[:, None], torch.full_like(chosen, -1.0))
+    return (normaliser - chosen)[:, 0] * weights, probabilities.mul_(weights[:, None])
+
+
+def _metrics(correct: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Stack the counts on the device: one copy to the host a step, not one for each figure."""
+    right = torch.zeros(blocks.supervised.numel(), dtype=torch.float64, device=correct.device)
+    right[blocks.supervised_rows] = correct.to(torch.float64)
+    right = right.view_as(blocks.supervised)
+    per_row = blocks.supervised.sum(dim=0, dtype=torch.float64)
+    # 1 + leading correct rows: what teacher forcing would commit, the bonus token included.
+    accepted = (1 + right[:, 1:].cumprod(dim=-1).sum(dim=-1)).sum()
+    count = torch.full((), blocks.count, dtype=torch.float64, device=correct.device)
+    heads = torch.stack([right.sum(), per_row.sum(), accepted, count])
+    return torch.cat([heads, right.sum(dim=0), per_row])

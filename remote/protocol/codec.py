@@ -1,7 +1,7 @@
 """JSON as every file and frame of the project carries it.
 
-Non-finite floats have no JSON form, so they travel as the strings "NaN", "Infinity" and "-Infinity"; a dataclass field declared
-`float` takes them back. Unknown fields are skipped, so an older reader opens what a newer writer wrote.
+Non-finite floats have no JSON form, so they travel as the strings "NaN", "Infinity" and "-Infinity"; a dataclass field
+declared `float` takes them back. Unknown fields are skipped, so an older reader opens what a newer writer wrote.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 T = TypeVar("T")
 
@@ -33,9 +33,9 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [plain(item) for item in cast("Sequence[Any]", value)]
     return value
 
 
@@ -48,7 +48,7 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
 def loads_object(text: str | bytes) -> dict[str, Any]:
     """Parse a JSON object.
 
-    Raises ValueError for anything else: bad UTF-8, bad JSON, another JSON type, nesting beyond Python's recursion limit.
+    Raises ValueError for anything else: bad UTF-8, bad JSON, another JSON type, nesting beyond the recursion limit.
     """
     try:
         value = json.loads(text)
@@ -56,12 +56,19 @@ def loads_object(text: str | bytes) -> dict[str, Any]:
         raise ValueError("JSON nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, found {type(value).__name__}")
-    return value  # pyright: ignore[reportUnknownVariableType]
+    return cast("dict[str, Any]", value)
 
 
 @cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
     return get_type_hints(cls)
+
+
+def _to_float(value: float, where: str) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:  # JSON integers have no bound, floats do
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _coerce(hint: Any, value: Any, where: str) -> Any:
@@ -72,14 +79,12 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         if isinstance(value, str) and value in _NON_FINITE:
             return _NON_FINITE[value]
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
-        return from_plain(hint, value)  # pyright: ignore[reportUnknownArgumentType]
+            return _to_float(value, where)
     for option in options:
         if option in (bool, int, str) and type(value) is option:
             return value
-        if dataclasses.is_dataclass(option) and isinstance(option, type) and isinstance(value, dict):
-            return from_plain(option, value)  # pyright: ignore[reportUnknownArgumentType]
+        if isinstance(option, type) and dataclasses.is_dataclass(option) and isinstance(value, dict):
+            return from_plain(option, cast("dict[str, Any]", value))
     return _coerce_container(hint, value, where)
 
 
@@ -87,10 +92,10 @@ def _coerce_container(hint: Any, value: Any, where: str) -> Any:
     origin = getattr(hint, "__origin__", None)
     if origin is tuple and isinstance(value, list):
         (item_hint, *_) = get_args(hint)
-        return tuple(_coerce(item_hint, item, where) for item in value)  # pyright: ignore[reportUnknownVariableType]
+        return tuple(_coerce(item_hint, item, where) for item in cast("list[Any]", value))
     if origin is dict and isinstance(value, dict):
         item_hint = get_args(hint)[1]
-        return {str(key): _coerce(item_hint, item, where) for key, item in value.items()}  # pyright: ignore
+        return {key: _coerce(item_hint, item, where) for key, item in cast("dict[str, Any]", value).items()}
     if hint is Any:
         return value
     raise ValueError(f"{where}: {type(value).__name__} does not fit {hint}")

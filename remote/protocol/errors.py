@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ExitCode(IntEnum):
-    """Exit codes of `dflashctl`; `python -m trainer` uses OK, FAILED, USAGE, PREFLIGHT and INTERRUPTED in the same sense."""
+    """Exit codes of `dflashctl`; those that `python -m trainer` uses (0, 1, 2, 7, 130) mean the same there."""
 
     OK = 0
     FAILED = 1
@@ -24,20 +24,23 @@ class ExitCode(IntEnum):
 
 
 class DflashError(Exception):
-    """A failure with its cause, its way out and its exit code.
+    """A failure with its cause, its way out and its exit code; everything else that is raised is a bug and propagates.
 
-    Everything else that is raised is a bug and propagates.
+    `detail` is text of many lines that belongs to it: a traceback, the last lines of a log.
     """
 
-    def __init__(self, error: str, *, cause: str = "", hint: str = "", code: ExitCode = ExitCode.FAILED) -> None:
+    def __init__(
+        self, error: str, *, cause: str = "", hint: str = "", code: ExitCode = ExitCode.FAILED, detail: str = ""
+    ) -> None:
         super().__init__(error)
         self.error = error
         self.cause = cause
         self.hint = hint
         self.code = code
+        self.detail = detail
 
     def render(self) -> str:
-        """Return the lines shown to a person, without a trailing newline."""
+        """Return the lines shown to a person, without `detail` and without a trailing newline."""
         lines = [f"error: {self.error}"]
         if self.cause:
             lines.append(f"  cause: {self.cause}")
@@ -47,7 +50,13 @@ class DflashError(Exception):
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that an `error` frame carries."""
-        return {"error": self.error, "cause": self.cause, "hint": self.hint, "code": int(self.code)}
+        return {
+            "error": self.error,
+            "cause": self.cause,
+            "hint": self.hint,
+            "code": int(self.code),
+            "detail": self.detail,
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> DflashError:
@@ -59,6 +68,7 @@ class DflashError(Exception):
             cause=str(data.get("cause", "")),
             hint=str(data.get("hint", "")),
             code=ExitCode(code) if known else ExitCode.FAILED,
+            detail=str(data.get("detail", "")),
         )
 
 

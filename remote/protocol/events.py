@@ -1,12 +1,13 @@
 """Every event a run emits, declared once with unit and meaning.
 
-events.jsonl holds one event a line; the human log line, the tables and docs/metrics.md come from the same declaration. A field with
-a `line` format appears in the log line, and `parse_line(render_line(e))` gives back those fields at that precision.
+events.jsonl holds one event a line; the human log line, the tables and docs/metrics.md come from the same declaration.
+A field with a `line` format appears in the log line; `parse_line(render_line(e))` gives those back at that precision.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,7 +86,9 @@ class StageProfile(Event):
     device: str = metric("device of the rank", line="s")
     interval: float = metric("length of the profile interval", unit="s", line=".2f")
     tokens: int = metric("non-padding tokens in the interval", unit="tokens", line="d")
-    stages: dict[str, float] = metric("seconds in each stage of the interval", unit="s", line="json3")
+    stages: dict[str, float] = metric(  # noqa: RUF009  the call declares a field, it makes no shared default
+        "seconds in each stage of the interval", unit="s", line="json3"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +159,8 @@ class RunFinished(Event):
 KINDS: dict[str, type[Event]] = {
     cls.kind: cls
     for cls in (
-        RunStarted, Phase, Step, StageProfile, PipelineProfile, CheckpointSaved, SaveProgress, AlarmRaised, Message, RunFinished,
+        RunStarted, Phase, Step, StageProfile, PipelineProfile, CheckpointSaved, SaveProgress, AlarmRaised, Message,
+        RunFinished,
     )
 }  # fmt: skip
 
@@ -167,7 +171,7 @@ def encode(event: Event) -> str:
 
 
 def decode(line: str | bytes) -> Event | None:
-    """Parse a line of events.jsonl; None for an unknown kind of a newer writer. Raises ValueError when it is no event."""
+    """Parse a line of events.jsonl; None for a kind of a newer writer. Raises ValueError when it is no event."""
     data = loads_object(line)
     kind = data.get("kind")
     if not isinstance(kind, str):
@@ -177,7 +181,7 @@ def decode(line: str | bytes) -> Event | None:
 
 
 def read_events(data: bytes) -> Iterator[Event]:
-    """Yield the known events of complete lines in `data`; a torn last line, unknown kinds and garbage lines are skipped."""
+    """Yield the known events of complete lines in `data`; a torn last line, unknown kinds and garbage are skipped."""
     for line in data.split(b"\n")[:-1]:
         try:
             event = decode(line)
@@ -189,7 +193,8 @@ def read_events(data: bytes) -> Iterator[Event]:
 
 E_ = TypeVar("E_", bound=Event)
 
-_PAIR = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|\{[^ ]*\}|[^ "{]\S*)')
+_KEY = re.compile(r" *([a-z_]+)=")
+_JSON = json.JSONDecoder()
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ([a-z_]+)(?: (.*))?")
 
 
@@ -223,11 +228,23 @@ def render_line(event: Event) -> str:
 def _parse_value(text: str, hint: str) -> Any:
     if hint == "bool":
         return text == "yes"
-    if hint.startswith("dict"):
-        return loads_object(text)
-    if hint == "str":
-        return loads_object(f'{{"v":{text}}}')["v"]
-    return int(text) if hint == "int" else (text if text in ("NaN", "Infinity", "-Infinity") else float(text))
+    if text in ("NaN", "Infinity", "-Infinity"):
+        return text
+    return int(text) if hint == "int" else float(text)
+
+
+def _pairs(text: str) -> Iterator[tuple[str, Any, bool]]:
+    """Yield key, value, and whether the value was JSON (strings and dicts are; they may hold spaces and `=`)."""
+    position = 0
+    while (match := _KEY.match(text, position)) is not None:
+        position = match.end()
+        if text[position : position + 1] in ('"', "{"):
+            value, position = _JSON.raw_decode(text, position)
+            yield match[1], value, True
+        else:
+            word = text[position:].partition(" ")[0]
+            position += len(word)
+            yield match[1], word, False
 
 
 def parse_line(line: str) -> dict[str, Any] | None:
@@ -236,12 +253,12 @@ def parse_line(line: str) -> dict[str, Any] | None:
     if match is None or (cls := KINDS.get(match[2])) is None:
         return None
     hints = {field.name: str(field.type) for field in line_fields(cls)}
-    stamp = datetime.strptime(match[1], "%Y-%m-%dT%H:%M:%S.%f").replace(tzinfo=UTC).timestamp()
-    values: dict[str, Any] = {"kind": cls.kind, "time": stamp}
+    values: dict[str, Any] = {"kind": cls.kind}
     try:
-        for key, text in _PAIR.findall(match[3] or ""):
+        values["time"] = datetime.strptime(match[1], "%Y-%m-%dT%H:%M:%S.%f").replace(tzinfo=UTC).timestamp()
+        for key, value, is_json in _pairs(match[3] or ""):
             if key in hints:
-                values[key] = _parse_value(text, hints[key])
-    except ValueError:
+                values[key] = value if is_json else _parse_value(value, hints[key])
+    except (ValueError, RecursionError):  # one of ours cut short, or somebody else's line that looks like ours
         return None
     return values

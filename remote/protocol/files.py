@@ -19,7 +19,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Replace `path` by `data` so that a reader, or a crash at any moment, sees the old or the new content, never a part.
+    """Replace `path` by `data`: a reader, or a crash at any moment, sees the old or the new content, never a part.
 
     Raises OSError (no space, read-only); the previous content then still stands and no temporary file is left.
     """
@@ -43,7 +43,7 @@ def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in `path`, or None when there is no such file. Raises ValueError for anything that is no object."""
+    """Return the JSON object in `path`, None when there is no such file. Raises ValueError when it is no object."""
     try:
         return loads_object(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):

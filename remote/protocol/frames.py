@@ -78,8 +78,9 @@ def json_frame(nonce: str, kind: Kind, value: Any) -> Frame:
 class FrameParser:
     """Cuts a byte stream into frames, incrementally.
 
-    With a `nonce`, noise before the first frame is skipped and kept (its tail) in `noise`, so that an error can show what the
-    far end said instead. Without one (the agent's side, which learns the nonce from the request) the first frame must be a request.
+    Noise before the first frame is skipped and its tail kept in `noise`, so that an error can show what the far end said
+    instead. With a `nonce` the first frame is the first that carries it; without one (the agent's side, which learns the
+    nonce from the request) it is the first request.
     """
 
     NOISE_KEPT = 4096

@@ -1,4 +1,4 @@
-"""Which process: (boot id, pid, start ticks). A pid alone names another process after reuse or after a container restart."""
+"""Which process: (boot id, pid, start ticks). A pid alone names another process after reuse or a container restart."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_stat(pid: int) -> ProcessStat | None:
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process that cannot be confused with another one. `start_ticks` is compared for equality only (lxcfs shifts ages)."""
+    """A process that no other can be confused with. `start_ticks` is compared for equality only (lxcfs shifts ages)."""
 
     boot_id: str
     pid: int
@@ -47,7 +47,7 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int | None = None) -> ProcessIdentity:
-        """Return the identity of process `pid` (this process by default). Raises ProcessLookupError when there is none."""
+        """Return the identity of process `pid` (default: this one). Raises ProcessLookupError when there is none."""
         pid = os.getpid() if pid is None else pid
         stat = read_stat(pid)
         if stat is None:

@@ -1,4 +1,4 @@
-"""Where everything lies under ROOT at the far end, and what a run id looks like. Paths only: nothing here touches a disk."""
+"""Where everything lies under ROOT at the far end, and what a run id looks like."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ class RunLayout:
     def spec(self) -> Path:
         """RunSpec, written once before anything is launched."""
         return self.path / "spec.json"
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration, as the trainer reads it."""
+        return self.path / "config.json"
 
     @property
     def state(self) -> Path:
@@ -105,7 +110,7 @@ class RunLayout:
         return self.path / "errors" / f"rank-{rank}.json"
 
     def rank_pid(self, rank: int) -> Path:
-        """Pidfile of one rank, for the last resort of stop: ranks have sessions of their own, no group kill reaches them."""
+        """Pidfile of one rank, for the last resort of stop: a rank has its own session, so no group kill reaches it."""
         return self.path / "ranks" / f"rank-{rank}.pid"
 
     def create(self) -> None:
@@ -137,6 +142,16 @@ class RootLayout:
     def start_lock(self) -> Path:
         """Held from `start`'s check until the new run's sup.lock is held."""
         return self.path / "locks" / "start.lock"
+
+    @property
+    def history(self) -> Path:
+        """JSON: the releases that `current` pointed to, oldest first; what `rollback` goes back along."""
+        return self.releases / ".history.json"
+
+    @property
+    def selfchecks(self) -> Path:
+        """One result per (release, interpreter, packages)."""
+        return self.releases / ".selfcheck"
 
     def release(self, release_id: str) -> Path:
         """Return the directory of a release. Raises ValueError when the id is none (so it cannot leave ROOT)."""

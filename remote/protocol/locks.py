@@ -1,7 +1,7 @@
 """Whole-file open-file-description locks (Linux), the ground truth of "does anything of this run live".
 
 They die with the last descriptor of the open file, so no crash leaves one behind. flock() is another lock space, which
-F_OFD_GETLK does not see; classic POSIX locks are lost when any descriptor of the file is closed. Probing never takes a lock.
+F_OFD_GETLK does not see; classic POSIX locks are lost when any descriptor of the file is closed. A probe takes no lock.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import time
 from enum import IntEnum
 from pathlib import Path
 
-# struct flock on 64-bit Linux: short l_type, short l_whence, off_t l_start, off_t l_len, pid_t l_pid. l_pid must be 0 for OFD locks.
+# struct flock on 64-bit Linux: short l_type, short l_whence, off_t l_start, off_t l_len, pid_t l_pid. l_pid must be 0
+# for OFD locks.
 _FLOCK = struct.Struct("hhqqi4x")
 # asm-generic/fcntl.h; Python's fcntl module names them from 3.9 on where the C library does.
 _F_OFD_GETLK = 36
@@ -48,6 +50,33 @@ def acquire(path: Path, kind: LockKind) -> int:
             raise LockBusy(str(path)) from error
         raise
     return descriptor
+
+
+def acquire_within(path: Path, kind: LockKind, seconds: float) -> int:
+    """Like `acquire`, trying again for `seconds` before LockBusy is raised."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return acquire(path, kind)
+        except LockBusy:
+            if time.monotonic() >= deadline:
+                raise
+        # F_OFD_SETLKW would need a signal to time out, and these waits are rare and short.
+        time.sleep(0.02)
+
+
+def name_holder(descriptor: int, text: str) -> None:
+    """Write who holds the lock into the locked file, for the message of whoever finds it busy."""
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, text.encode("utf-8"), 0)
+
+
+def holder_name(path: Path) -> str:
+    """Return what `name_holder` wrote, or "unknown"."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")[:200].strip() or "unknown"
+    except OSError:
+        return "unknown"
 
 
 def is_held(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The records in a run's directory and in answers. One writer each (see docs/architecture.md); every reader skips unknown fields."""
+"""The records in a run's directory and in answers. Each has one writer; every reader skips unknown fields."""
 
 from __future__ import annotations
 
@@ -61,6 +61,10 @@ class RunSpec:
     """Seconds without checkpoint progress after which a stop escalates from the message to TERM."""
     stall_timeout: float = 300.0
     """Seconds without a step, after the first, that count as a stall."""
+    kill_grace: float = 15.0
+    """Seconds between TERM to the leader and KILL to every recorded rank."""
+    gpu_memory: dict[str, int] = field(default_factory=dict[str, int])
+    """MiB in use on each CUDA device before the launch: the baseline that a stop waits for."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +94,15 @@ class RunState:
 
 @dataclass(frozen=True)
 class StopRequest:
-    """stop.json: please end at the next step boundary, by `deadline` (unix seconds) at the latest without progress."""
+    """stop.json: please end at the next step boundary, by `deadline` (unix seconds) at the latest without progress.
+
+    `grace` is the same bound in seconds from the last progress: the supervisor counts it on the monotonic clock.
+    """
 
     deadline: float
     by: str
     checkpoint: bool = True
+    grace: float = 120.0
     schema: int = SCHEMA
 
 

@@ -1,0 +1,181 @@
+"""What a target directory says of itself, without loading a weight and without torch: the preflight's source."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from remote.protocol.errors import DflashError, preflight_error
+
+PLAIN = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+HYBRID = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+# Where the text stack's tensors live: the multimodal wrapper has one level more.
+_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+# A safetensors header is JSON; the format bounds it at 100 MB.
+_HEADER_LIMIT = 100_000_000
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies and what shape it has."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """A target directory: its text config (a dict) and its tensors' names. `vocab_size` counts embedding rows."""
+
+    path: Path
+    architecture: str
+    text_config: Mapping[str, Any]
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    tied: bool
+    eos_token_ids: tuple[int, ...]
+    prefix: str
+    embedding_name: str
+    head_name: str
+    tensors: Mapping[str, TensorEntry]
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether some layers are recurrent, so that a KV cache alone cannot be rolled back."""
+        return "linear_attention" in (self.text_config.get("layer_types") or ()) or self.architecture in HYBRID
+
+
+def target_facts(path: Path | str) -> TargetFacts:
+    """Read config.json and the safetensors headers of a target directory.
+
+    Raises:
+        DflashError: directory, config or weights missing, unreadable, truncated or of an unsupported architecture
+            (code 7).
+    """
+    directory = Path(path)
+    config = read_config(directory)
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architecture not in PLAIN + HYBRID:
+        raise preflight_error(
+            f"{directory} holds a {architecture}, which is not supported as a target",
+            hint=f"supported: {', '.join(PLAIN + HYBRID)}",
+        )
+    text_config = dict(config.get("text_config") or config)
+    tensors = tensor_entries(directory)
+    prefix = next((prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in tensors), None)
+    if prefix is None:
+        raise _unusable(directory, "no tensor named embed_tokens.weight", "the directory must hold the whole model")
+    embedding_name = f"{prefix}embed_tokens.weight"
+    # transformers ties when either level says so; a head tensor in the files settles it where neither does.
+    tied = bool(text_config.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
+    head_name = embedding_name if tied else "lm_head.weight"
+    if head_name not in tensors:
+        raise _unusable(directory, f"no tensor named {head_name}, and tie_word_embeddings is not set")
+    vocab_size, hidden_size = tensors[embedding_name].shape
+    return TargetFacts(
+        path=directory,
+        architecture=architecture,
+        text_config=text_config | {"vocab_size": vocab_size},
+        hidden_size=hidden_size,
+        num_layers=int(text_config["num_hidden_layers"]),
+        vocab_size=vocab_size,
+        tied=tied,
+        eos_token_ids=_eos_token_ids(directory, text_config, config),
+        prefix=prefix,
+        embedding_name=embedding_name,
+        head_name=head_name,
+        tensors=tensors,
+    )
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the directory's config.json.
+
+    Raises:
+        DflashError: there is no such directory or file, or it is no JSON object (code 7).
+    """
+    if not directory.is_dir():
+        raise preflight_error(
+            f"no model directory at {directory}", hint="give the path of a directory with config.json and *.safetensors"
+        )
+    path = directory / "config.json"
+    if not path.is_file():
+        raise _unusable(directory, "it has no config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise _unusable(directory, f"config.json is no JSON: {problem}") from problem
+    if not isinstance(config, dict):
+        raise _unusable(directory, "config.json holds no object")
+    return config
+
+
+def tensor_entries(directory: Path) -> dict[str, TensorEntry]:
+    """Return every tensor of a directory's safetensors files by name, from their headers alone.
+
+    Raises:
+        DflashError: there are none, one is truncated or malformed, or the index names a missing file (code 7).
+    """
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            files = {directory / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        except (ValueError, KeyError, AttributeError, TypeError) as problem:
+            raise _unusable(directory, f"{index.name} is malformed: {problem}") from problem
+    else:
+        files = set(directory.glob("*.safetensors"))
+    if not files:
+        raise _unusable(directory, "it has no *.safetensors", "other weight formats are not read")
+    entries: dict[str, TensorEntry] = {}
+    for file in sorted(files):
+        entries |= _read_header(file)
+    return entries
+
+
+def _read_header(file: Path) -> dict[str, TensorEntry]:
+    """Read `u64 length, JSON {name: {dtype, shape, data_offsets}}` and compare the file's size with what it promises."""
+    if not file.is_file():
+        raise _unusable(file.parent, f"{file.name} is missing", "copy the model again")
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _HEADER_LIMIT + 1
+        header = stream.read(length) if length <= _HEADER_LIMIT else b""
+    try:
+        described = json.loads(header)
+        described.pop("__metadata__", None)
+        end = 8 + length + max((each["data_offsets"][1] for each in described.values()), default=0)
+        entries = {name: TensorEntry(file, tuple(each["shape"]), each["dtype"]) for name, each in described.items()}
+    except (ValueError, KeyError, AttributeError, TypeError, IndexError) as problem:
+        raise _unusable(file.parent, f"the header of {file.name} is damaged or cut off", "copy the model again") from (
+            problem
+        )
+    if size < end:
+        raise _unusable(file.parent, f"{file.name} is cut off: {size} of {end} bytes", "copy the model again")
+    return entries
+
+
+def _eos_token_ids(directory: Path, *configs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the end tokens: those of generation_config.json, else of config.json."""
+    generation = directory / "generation_config.json"
+    sources = list(configs)
+    if generation.is_file():
+        try:
+            sources.insert(0, json.loads(generation.read_text(encoding="utf-8")))
+        except ValueError as problem:
+            raise _unusable(directory, f"{generation.name} is no JSON: {problem}") from problem
+    for source in sources:
+        eos = source.get("eos_token_id")
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    return ()
+
+
+def _unusable(directory: Path, cause: str, hint: str = "") -> DflashError:
+    return preflight_error(f"{directory} is no usable model directory", cause=cause, hint=hint)

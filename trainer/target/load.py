@@ -1,0 +1,105 @@
+"""Loading the frozen target: its text stack, strictly, tensor by tensor to the device it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+
+from remote.protocol.errors import preflight_error
+from trainer.target.capture import Target
+from trainer.target.facts import TargetFacts, read_config, target_facts
+from trainer.target.weights import read_tensors
+
+
+def load_target(
+    path: Path | str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    target_layer_ids: Sequence[int],
+    whole: bool = False,
+) -> Target:
+    """Load the text stack of a target directory, frozen and in eval mode, to capture the outputs of some layers.
+
+    Layers behind the last captured one are neither loaded nor run, unless `whole` (evaluation needs the head's input).
+
+    Raises:
+        DflashError: see `target_facts`; a layer id out of range or unordered; a tensor missing or misshapen (code 7).
+    """
+    facts = target_facts(path)
+    ids = tuple(target_layer_ids)
+    if not ids or list(ids) != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= facts.num_layers - 2:
+        raise preflight_error(
+            f"target_layer_ids {list(ids)} do not fit {facts.path}",
+            cause=f"its {facts.num_layers} layers allow ascending ids from 0 to {facts.num_layers - 2}",
+            hint="the last layer's output is only seen behind the final norm",
+        )
+    stack = _load_stack(facts, facts.num_layers if whole else ids[-1] + 1, dtype, torch.device(device))
+    return Target(stack, facts, ids)
+
+
+def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
+    """Return the target's tokenizer.
+
+    Raises:
+        DflashError: the directory has none, or it cannot be read (code 7).
+    """
+    directory = Path(path)
+    read_config(directory)
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise preflight_error(
+            f"no usable tokenizer in {directory}",
+            cause=str(problem).partition("\n")[0],
+            hint="copy tokenizer.json and tokenizer_config.json of the model into it",
+        ) from problem
+
+
+def _load_stack(facts: TargetFacts, num_layers: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Build the first layers of the text stack without memory for weights, then assign the files' tensors strictly.
+
+    `from_pretrained` would fill a missing tensor with random numbers and only warn.
+    """
+    config = _text_config(facts, num_layers)
+    with torch.device("meta"):
+        stack = AutoModel.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    names = {f"{facts.prefix}{name}": name for name in stack.state_dict()}
+    for full_name, tensor in read_tensors(facts.tensors, names, dtype=dtype, device=device):
+        _assign(stack, names[full_name], tensor, facts)
+    # Rotary tables are computed, not stored: built on the meta device they are empty.
+    stack.rotary_emb = type(stack.rotary_emb)(config=config).to(device)
+    left = [name for name, each in [*stack.named_parameters(), *stack.named_buffers()] if each.is_meta]
+    if left:
+        raise RuntimeError(f"no source for {left} of {facts.architecture}")
+    return stack.eval().requires_grad_(False)
+
+
+def _text_config(facts: TargetFacts, num_layers: int) -> Any:
+    config = AutoConfig.from_pretrained(facts.path).get_text_config()
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
+    config.use_cache = False
+    return config
+
+
+def _assign(stack: nn.Module, name: str, tensor: torch.Tensor, facts: TargetFacts) -> None:
+    owner_name, _, leaf = name.rpartition(".")
+    owner = stack.get_submodule(owner_name)
+    expected = getattr(owner, leaf).shape
+    if tensor.shape != expected:
+        raise preflight_error(
+            f"{facts.path} does not match its config.json",
+            cause=f"{name} is {list(tensor.shape)}, the configuration says {list(expected)}",
+            hint="copy the model again",
+        )
+    if isinstance(getattr(owner, leaf), nn.Parameter):
+        setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
+    else:
+        owner.register_buffer(leaf, tensor)

@@ -1,0 +1,46 @@
+"""Reading single tensors out of a target's safetensors files, straight to where they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from remote.protocol.errors import preflight_error
+from trainer.target.facts import TargetFacts, TensorEntry
+
+
+def read_tensors(
+    entries: Mapping[str, TensorEntry], names: Iterable[str], *, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) in `dtype` on `device`, file by file; files are mapped, so no second copy stays in memory.
+
+    Raises:
+        DflashError: a name is missing, or a file cannot be read (code 7).
+    """
+    wanted = sorted(names, key=lambda name: (str(entries[name].file) if name in entries else "", name))
+    missing = [name for name in wanted if name not in entries]
+    if missing:
+        raise preflight_error(
+            f"the model lacks {len(missing)} tensors", cause=f"for instance {missing[0]}", hint="copy the model again"
+        )
+    for file in dict.fromkeys(entries[name].file for name in wanted):
+        try:
+            with safe_open(file, framework="pt", device=str(device)) as opened:
+                for name in wanted:
+                    if entries[name].file == file:
+                        yield name, opened.get_tensor(name).to(dtype)
+        except (SafetensorError, OSError) as problem:
+            raise preflight_error(f"cannot read {file}", cause=str(problem), hint="copy the model again") from problem
+
+
+def decoder_layers(facts: TargetFacts, layers: Iterable[int]) -> list[dict[str, torch.Tensor]]:
+    """Return the float32 weights of decoder layers on the CPU, one dict a layer, names inside it (mlp.up_proj.weight)."""
+    read: list[dict[str, torch.Tensor]] = []
+    for layer in layers:
+        start = f"{facts.prefix}layers.{layer}."
+        names = [name for name in facts.tensors if name.startswith(start)]
+        tensors = read_tensors(facts.tensors, names, dtype=torch.float32, device=torch.device("cpu"))
+        read.append({name.removeprefix(start): tensor for name, tensor in tensors})
+    return read

@@ -1,0 +1,54 @@
+"""A drafter that starts from the target's last decoder layers instead of from noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from remote.protocol.errors import preflight_error
+from trainer.drafter.model import DecoderLayer, Drafter
+
+_HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+
+
+@torch.no_grad()
+def start_from_target(
+    drafter: Drafter, layers: Sequence[Mapping[str, torch.Tensor]], final_norm: torch.Tensor | None = None
+) -> None:
+    """Copy decoder layers of the target, one dict of weights for each drafter layer, in place.
+
+    Keys are names inside a layer (`mlp.up_proj.weight`). A target without q_norm and k_norm leaves them at 1. `fc` passes
+    the last captured layer through, and `hidden_norm` becomes the first copied layer's input norm, so that at the start
+    the copied key and value projections read what they were trained on. `final_norm` f[H] is the target's, in front of
+    the head that reads the drafter's output.
+
+    Raises:
+        DflashError: number of layers, names or shapes do not fit (code 7).
+    """
+    own = [layer for layer in drafter.layers if isinstance(layer, DecoderLayer)]
+    if len(layers) != len(own):
+        raise preflight_error(f"{len(layers)} target layers for a drafter of {len(own)}", hint="give one for each")
+    for index, (layer, weights) in enumerate(zip(own, layers, strict=True)):
+        for name, parameter in layer.named_parameters():
+            source = weights.get(name)
+            if source is None and name in _HEAD_NORMS:
+                parameter.fill_(1.0)
+                continue
+            _copy(parameter, source, f"layers.{index}.{name}")
+    width = drafter.config.hidden_size
+    drafter.fc.weight[:, -width:] += torch.eye(width, dtype=drafter.fc.weight.dtype, device=drafter.fc.weight.device)
+    _copy(drafter.hidden_norm.weight, layers[0]["input_layernorm.weight"], "hidden_norm.weight")
+    if final_norm is not None:
+        _copy(drafter.norm.weight, final_norm, "norm.weight")
+
+
+def _copy(parameter: torch.Tensor, source: torch.Tensor | None, name: str) -> None:
+    if source is None or source.shape != parameter.shape:
+        found = "missing" if source is None else list(source.shape)
+        raise preflight_error(
+            "the drafter cannot start from this target's layers",
+            cause=f"{name} is {list(parameter.shape)} in the drafter, {found} in the target",
+            hint="leave heads, head width and ffn at the target's, or turn init_from_target off",
+        )
+    parameter.copy_(source)

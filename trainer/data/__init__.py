@@ -1,0 +1,1 @@
+"""Documents, the schedule that deals them out, and the verbs that make them: `prepare` and `generate`."""

@@ -1,0 +1,55 @@
+"""JSON lines, plain or gzip: read with the file and the line in every error."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from remote.protocol.errors import preflight_error
+
+SUFFIXES = (".jsonl", ".jsonl.gz")
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """Open a JSONL file for reading bytes; a name that ends in .gz is decompressed."""
+    return cast("BinaryIO", gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number from 1, object) for every line that is not blank.
+
+    Raises:
+        DflashError: a line is no JSON object or no UTF-8, the gzip stream is damaged, the file cannot be read.
+    """
+    number = 0
+    try:
+        with open_lines(path) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, parse_row(line, path, number)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise preflight_error(
+            f"{path} is a damaged gzip file", cause=f"after line {number}: {error}", hint="copy or make the file again"
+        ) from error
+    except OSError as error:
+        raise preflight_error(f"cannot read {path}", cause=str(error), hint="check the path and its mode") from error
+
+
+def parse_row(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """Return the object of one line, or raise the DflashError that names file and line."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both of this kind
+        raise row_error(path, number, f"the line is not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise row_error(path, number, f"the line holds a {type(row).__name__}, not an object")
+    return row
+
+
+def row_error(path: Path, number: int, cause: str, hint: str = "correct or remove this row") -> Exception:
+    """Return the error for one bad row, which names file and row."""
+    return preflight_error(f"bad row in {path}, row {number}", cause=cause, hint=hint)

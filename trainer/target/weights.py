@@ -35,12 +35,18 @@ def read_tensors(
             raise preflight_error(f"cannot read {file}", cause=str(problem), hint="copy the model again") from problem
 
 
-def decoder_layers(facts: TargetFacts, layers: Iterable[int]) -> list[dict[str, torch.Tensor]]:
-    """Return the float32 weights of decoder layers on the CPU, one dict a layer, names inside it (mlp.up_proj.weight)."""
-    read: list[dict[str, torch.Tensor]] = []
-    for layer in layers:
-        start = f"{facts.prefix}layers.{layer}."
-        names = [name for name in facts.tensors if name.startswith(start)]
-        tensors = read_tensors(facts.tensors, names, dtype=torch.float32, device=torch.device("cpu"))
-        read.append({name.removeprefix(start): tensor for name, tensor in tensors})
-    return read
+def last_layers(facts: TargetFacts, count: int) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
+    """Return the target's last `count` decoder layers and its final norm f[H], float32 on the CPU.
+
+    One dict a layer, keyed by the name inside it (`mlp.up_proj.weight`): what `start_from_target` takes.
+    """
+    starts = [f"{facts.prefix}layers.{layer}." for layer in range(facts.num_layers - count, facts.num_layers)]
+    final_norm = f"{facts.prefix}norm.weight"
+    names = [name for name in facts.tensors if name.startswith(tuple(starts))]
+    cpu = torch.device("cpu")
+    read = dict(read_tensors(facts.tensors, [*names, final_norm], dtype=torch.float32, device=cpu))
+    layers = [
+        {name.removeprefix(start): tensor for name, tensor in read.items() if name.startswith(start)}
+        for start in starts
+    ]
+    return layers, read[final_norm]

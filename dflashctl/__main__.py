@@ -1,0 +1,5 @@
+"""`python -m dflashctl`, for where the script is not on PATH."""
+
+from dflashctl.cli import main
+
+main()

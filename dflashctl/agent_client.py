@@ -1,0 +1,163 @@
+"""Typed calls to the agent at the far end: one argv, one request, one answer each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from dflashctl.answer import NO_ANSWER_HINT, Answer, NoHello
+from dflashctl.errors import NoAnswer
+from dflashctl.release import Release
+from dflashctl.transport import Transport
+from remote.protocol.codec import from_plain, plain
+from remote.protocol.frames import Kind, json_frame, new_nonce
+from remote.protocol.loader import LOADER
+from remote.protocol.records import RunSpec, RunStatus
+
+SILENCE = 10.0
+"""Seconds without a byte after which the far end counts as gone: five heartbeats."""
+
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class StartRequest:
+    """What a start asks for. `limit`: seconds of silence before the answer is "not ready"; `resume`: "", RUN or RUN@STEP."""
+
+    spec: RunSpec
+    limit: float
+    resume: str = ""
+    wait_gpus: bool = False
+
+
+class AgentClient:
+    """Typed access to one destination's agent. `calls` counts remote calls: a short verb makes one."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        python: str,
+        root: str = "",
+        release: str = "",
+        pyz: Callable[[], bytes],
+        silence: float = SILENCE,
+    ) -> None:
+        self.calls = 0
+        self.transport = transport
+        self.root = root
+        self._python = python
+        self._release = release
+        self._pyz = pyz
+        self._silence = silence
+
+    def call(self, verb: str, request: dict[str, Any], *, more: bool = False) -> Answer:
+        """Send `request` to `verb` and return its answer, hello already read. With `more`, input follows.
+
+        An agent that was deployed is used where it lies; if it is gone, or was never there, one travels along on stdin.
+        Raises NoAnswer when neither says hello.
+        """
+        if self._release and self.root:
+            try:
+                return self._open(verb, request, more, loaded=False)
+            except NoHello:
+                # Asking again is safe: without a hello the request was never looked at, and start carries its own run id.
+                pass
+        try:
+            return self._open(verb, request, more, loaded=True)
+        except NoHello as error:
+            raise NoAnswer(f"no answer from {self.transport.name}", cause=str(error), hint=NO_ANSWER_HINT) from None
+
+    def _open(self, verb: str, request: dict[str, Any], more: bool, *, loaded: bool) -> Answer:
+        self.calls += 1
+        nonce = new_nonce()
+        channel = self.transport.open(self._argv(verb, loaded))
+        answer = Answer(channel, nonce, self.transport.name, self._silence)
+        try:
+            for piece in self._preamble(loaded):
+                answer.send(piece, self._silence)
+            answer.send(json_frame(nonce, Kind.REQUEST, {"root": self.root, **request}).encode(), self._silence)
+            if not more:
+                answer.end()
+            answer.expect_hello()
+        except BaseException:
+            channel.close()
+            raise
+        return answer
+
+    def _argv(self, verb: str, loaded: bool) -> list[str]:
+        if loaded:
+            return [self._python, "-I", "-c", LOADER, verb]
+        return [self._python, "-I", f"{self.root}/releases/{self._release}/agent.pyz", verb]
+
+    def _preamble(self, loaded: bool) -> Iterable[bytes]:
+        if loaded:
+            pyz = self._pyz()
+            yield f"{len(pyz)}\n".encode("ascii") + pyz
+
+    def deploy(self, release: Release, *, selfcheck: bool, on_event: OnEvent) -> dict[str, Any]:
+        """Ship `release` unless it is there, have it checked and made current; return the agent's result."""
+        request = {
+            "release": release.id,
+            "manifest": release.manifest,
+            "python": self._python,
+            "selfcheck": selfcheck,
+        }
+        with self.call("deploy", request, more=True) as answer:
+            for item in answer:
+                if isinstance(item, dict) and "need" in item:
+                    if item["need"]:
+                        answer.upload(release.archive())
+                    answer.end()
+                elif isinstance(item, dict):
+                    on_event(item)
+            return answer.result
+
+    def start(self, request: StartRequest, on_event: OnEvent) -> RunStatus:
+        """Start a run, or ask after it when it was started already; return at its first step or its end."""
+        body = {
+            "spec": plain(request.spec),
+            "python": self._python,
+            "limit": request.limit,
+            "resume": request.resume,
+            "wait_gpus": request.wait_gpus,
+        }
+        with self.call("start", body) as answer:
+            return _status(answer.drain(on_event).get("status"))
+
+    def stop(self, run: str, *, now: bool, grace: float, on_event: OnEvent) -> dict[str, Any]:
+        """Stop a run ("" for the live one) and wait until nothing of it lives; return the agent's result."""
+        with self.call("stop", {"run": run, "now": now, "grace": grace}) as answer:
+            return answer.drain(on_event)
+
+    def status(self, run: str = "") -> RunStatus:
+        """Return the state of a run; of the live or last one for ""."""
+        with self.call("status", {"run": run}) as answer:
+            return _status(answer.drain())
+
+    def runs(self, limit: int) -> list[RunStatus]:
+        """Return at most `limit` runs, newest first."""
+        with self.call("runs", {"limit": limit}) as answer:
+            return [_status(entry) for entry in answer.drain().get("runs", [])]
+
+    def releases(self) -> dict[str, Any]:
+        """Return the releases over there and which is current."""
+        with self.call("releases", {}) as answer:
+            return answer.drain()
+
+    def rollback(self, to: str) -> dict[str, Any]:
+        """Make release `to` current ("" for the one before the current one)."""
+        with self.call("rollback", {"to": to}) as answer:
+            return answer.drain()
+
+
+def _status(data: Any) -> RunStatus:
+    try:
+        return from_plain(RunStatus, data)
+    except (ValueError, TypeError) as error:
+        raise NoAnswer(
+            "the agent's answer makes no sense",
+            cause=str(error),
+            hint="run `dflashctl deploy` to ship the agent that fits",
+        ) from error

@@ -1,0 +1,105 @@
+"""The `dflashctl` command: finds the verb, imports only that one, and turns its outcome into an exit code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from dflashctl import __version__
+from dflashctl.cli.help import VERBS, VerbCommand, VerbInfo, main_help
+from dflashctl.console import ERR, OUT, silence_broken_pipe
+from dflashctl.errors import report, report_bug
+from remote.protocol.errors import DflashError, ExitCode, usage_error
+
+# Typer vendors click in newer versions and depends on it in older ones; the base of BadParameter is the same class in both.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def main() -> None:
+    """Entry point of the script."""
+    # Where a supervisor or a test started us with SIGINT ignored, Ctrl-C would not reach the verbs that detach on it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; return its exit code."""
+    debug, as_json = "--debug" in arguments, "--json" in arguments
+    try:
+        return _dispatch(list(arguments))
+    except DflashError as error:
+        if debug:
+            _show_traceback(error)
+        return report(error, as_json=as_json)
+    except _UsageError as error:
+        return report(_as_usage_error(error, arguments), as_json=as_json)
+    except BrokenPipeError:
+        # `dflashctl logs | head -1`: whoever reads has seen enough.
+        silence_broken_pipe()
+        return int(ExitCode.OK)
+    except KeyboardInterrupt:
+        ERR.line("interrupted")
+        return int(ExitCode.INTERRUPTED)
+    except Exception as error:
+        if debug:
+            _show_traceback(error)
+        return report_bug(error)
+
+
+def _show_traceback(error: Exception) -> None:
+    import traceback
+
+    ERR.file.write("".join(traceback.format_exception(error)))
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        OUT.line(main_help())
+        return int(ExitCode.OK if arguments else ExitCode.USAGE)
+    if arguments[0] == "--version":
+        OUT.line(f"dflashctl {__version__}")
+        return int(ExitCode.OK)
+    verb, rest = _find_verb(arguments)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    module = importlib.import_module(f"dflashctl.cli.{verb.module}")
+    settings = {"help_option_names": ["--help", "-h"], "max_content_width": 110}
+    app.command(verb.name, cls=VerbCommand, context_settings=settings)(module.verb)
+    outcome = typer.main.get_command(app).main(rest, prog_name=f"dflashctl {verb.name}", standalone_mode=False)
+    return int(outcome or 0)
+
+
+def _find_verb(arguments: list[str]) -> tuple[VerbInfo, list[str]]:
+    for verb in VERBS:
+        words = verb.name.split()
+        if arguments[: len(words)] == words:
+            return verb, arguments[len(words) :]
+    names = [verb.name for verb in VERBS]
+    word = arguments[0]
+    near = [name for name in names if name.split()[0] == word] or difflib.get_close_matches(
+        word, names, n=1, cutoff=0.5
+    )
+    raise usage_error(
+        f"no such {'option' if word.startswith('-') else 'verb'}: {word}",
+        cause="a command line begins with a verb",
+        hint=f"did you mean `dflashctl {near[0]}`?" if near else "`dflashctl --help` lists the verbs",
+    )
+
+
+def _as_usage_error(error: Exception, arguments: Sequence[str]) -> DflashError:
+    """Put what typer found wrong into our three lines, with the nearest option where one is unknown."""
+    message: str = getattr(error, "format_message", lambda: str(error))()
+    option, possibilities = getattr(error, "option_name", ""), list(getattr(error, "possibilities", None) or ())
+    verb = " ".join(word for word in arguments[:2] if any(word in info.name.split() for info in VERBS))
+    hint = f"`dflashctl {verb} --help` lists the options"
+    if option and not possibilities:
+        context = getattr(error, "ctx", None)
+        known = [name for parameter in context.command.params for name in parameter.opts] if context else []
+        possibilities = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
+    if option and possibilities:
+        message, hint = f"no such option: {option}", f"did you mean {possibilities[0]}?"
+    return usage_error(message.rstrip("."), cause="the command line cannot be understood", hint=hint)

@@ -1,0 +1,72 @@
+"""`dflashctl config show`: what a start would use, and where each value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from dflashctl.cli.options import Common, command
+from dflashctl.console import OUT
+from dflashctl.session import Session
+from dflashctl.settings import SETTINGS
+from dflashctl.training import Training, resolve_training
+from dflashctl.views import plan_lines, table
+from remote.protocol.codec import dumps
+
+
+@command
+def verb(
+    common: Common,
+    config: Annotated[
+        str | None, typer.Option("--config", metavar="FILE", help="Training configuration (TOML, flat keys).")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one key; may be repeated.")
+    ] = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value came from.")] = False,
+) -> int:
+    """Show settings and training configuration, resolved as `start` would."""
+    session = Session.open(common.flags() | {"config": config})
+    training = resolve_training(session.settings, session.remembered, session.source, {}, assignments or [])
+    settings = _settings(session)
+    if common.as_json:
+        OUT.line(dumps(_as_json(settings, training)))
+        return 0
+    heading = ("setting", "value", "from") if origin else ("setting", "value")
+    for line in table(heading, [row[: len(heading)] for row in settings], OUT):
+        OUT.line(line)
+    OUT.line()
+    if not origin:
+        for line in plan_lines(training, OUT):
+            OUT.line(line)
+        return 0
+    values = training.config.to_dict()
+    rows = [(key, str(value), training.origins.get(key, "default")) for key, value in values.items()]
+    for line in table(("training key", "value", "from"), rows, OUT):
+        OUT.line(line)
+    return 0
+
+
+def _settings(session: Session) -> list[tuple[str, str, str]]:
+    values = session.settings.values
+    rows = {key: (values[key].text, values[key].origin) for key in SETTINGS}
+    if not rows["python"][0]:
+        rows["python"] = (session.python, "default")
+    rows["source"] = (
+        str(session.source.directory),
+        values["source"].origin if rows["source"][0] else session.source.origin,
+    )
+    return [(key, text, origin) for key, (text, origin) in rows.items()]
+
+
+def _as_json(settings: list[tuple[str, str, str]], training: Training) -> Mapping[str, Any]:
+    return {
+        "settings": {key: {"value": text, "origin": origin} for key, text, origin in settings},
+        "training": {
+            key: {"value": value, "origin": training.origins.get(key, "default")}
+            for key, value in training.config.to_dict().items()
+        },
+        "config_file": {"value": str(training.file), "origin": training.file_origin},
+    }

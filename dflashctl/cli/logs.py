@@ -1,0 +1,77 @@
+"""`dflashctl logs`: the run's log, as it stands or as it grows."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from dflashctl.cli.options import Common, command
+from dflashctl.console import ERR
+from dflashctl.errors import report
+from dflashctl.follow import Follower, LogRequest, Notice
+from dflashctl.logview import LogView, choose_view
+from dflashctl.session import Session
+from remote.protocol.errors import DflashError, ExitCode, usage_error
+from remote.protocol.records import Lifecycle
+
+_FILES = ("train", "events", "supervisor")
+_FOLLOW_TAIL = 50
+"""Lines shown before following, where --tail is not given: enough to see where the run stands."""
+
+
+@command
+def verb(
+    common: Common,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on as it grows, until the run has ended or Ctrl-C.")
+    ] = False,
+    tail: Annotated[int | None, typer.Option("--tail", metavar="N", min=0, help="Only the last N lines.")] = None,
+    run: Annotated[str, typer.Option("--run", metavar="ID", help="Which run; else the live or last one.")] = "",
+    file: Annotated[str, typer.Option("--file", metavar="|".join(_FILES), help="Which of its logs.")] = "train",
+    raw: Annotated[bool, typer.Option("--raw", help="The bytes as they are.")] = False,
+) -> int:
+    """Show or follow the run's log.
+
+    Following ends with the run: exit code 0 when it finished or was stopped, 1 when it failed, 10 when an alarm was
+    seen. Ctrl-C stops watching, not the run.
+    """
+    if file not in _FILES:
+        raise usage_error(f"no such log: {file}", cause="a run keeps three", hint=f"--file {'|'.join(_FILES)}")
+    session = Session.open(common.flags())
+    lines = _FOLLOW_TAIL if follow and tail is None else tail
+    follower = Follower(session.client, LogRequest(run, file, lines, follow))
+    try:
+        with choose_view(as_json=common.as_json, raw=raw) as view:
+            result = _pump(follower, view)
+    except KeyboardInterrupt:
+        ERR.line("\ndetached; the run goes on: `dflashctl status`, `dflashctl stop`" if follow else "\ninterrupted")
+        return int(ExitCode.INTERRUPTED)
+    return _outcome(result, view, common.as_json) if follow else int(ExitCode.OK)
+
+
+def _pump(follower: Follower, view: LogView) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for item in follower:
+        if isinstance(item, bytes):
+            view.feed(item)
+        elif isinstance(item, Notice):
+            view.notice(item.text)
+        else:
+            result = item.result
+    view.finish()
+    return result
+
+
+def _outcome(result: dict[str, Any], view: LogView, as_json: bool) -> int:
+    """Say how the run ended, as the last line, and return the exit code that means it."""
+    state = str(result.get("state", ""))
+    record: dict[str, Any] = result.get("exit") or {}
+    view.end(state, record)
+    if view.alarms or result.get("alarms"):
+        return int(ExitCode.ALARM)
+    if state in (Lifecycle.FINISHED, Lifecycle.STOPPED):
+        return int(ExitCode.OK)
+    message = str(record.get("message") or "no exit record says why")
+    error = DflashError(f"the run is {state}", cause=message, hint="`dflashctl status` shows its traceback")
+    return report(error, as_json=False)

@@ -1,0 +1,30 @@
+"""`dflashctl releases`: what was deployed over there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflashctl.cli.options import Common, command
+from dflashctl.console import OUT
+from dflashctl.session import Session
+from dflashctl.views import table
+from remote.protocol.codec import dumps
+
+
+@command
+def verb(common: Common) -> int:
+    """List the releases over there."""
+    session = Session.open(common.flags())
+    result = session.client.releases()
+    if common.as_json:
+        OUT.line(dumps(result))
+        return 0
+    entries: list[dict[str, Any]] = result.get("releases", [])
+    if not entries:
+        OUT.line(f"no release yet on {session.label}; `dflashctl deploy` ships one")
+        return 0
+    current = result.get("current")
+    rows = [["*" if entry["release"] == current else "", str(entry["release"])] for entry in entries]
+    for line in table(("", "release"), rows, OUT):
+        OUT.line(line)
+    return 0

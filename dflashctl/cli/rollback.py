@@ -1,0 +1,29 @@
+"""`dflashctl rollback`: an earlier release becomes current again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from dflashctl.cli.options import Common, command
+from dflashctl.console import OUT
+from dflashctl.session import Session
+from remote.protocol.codec import dumps
+
+
+@command
+def verb(
+    common: Common,
+    to: Annotated[str, typer.Option("--to", metavar="RELEASE", help="Which one; else the one before.")] = "",
+) -> int:
+    """Make an earlier release the current one. What runs is not touched."""
+    session = Session.open(common.flags())
+    result = session.client.rollback(to)
+    release, root = str(result["release"]), str(result["root"])
+    if session.remembered is not None:
+        known = dataclasses.replace(session.remembered, release=release, root=root)
+        session.store.remember(known, make_current=False)
+    OUT.line(dumps(result) if common.as_json else f"release {release} is current on {session.label}, {root}")
+    return 0

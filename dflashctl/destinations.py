@@ -1,0 +1,79 @@
+"""What `deploy` remembers about where it shipped to, so that the verbs after it need no flags."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflashctl.home import locked, replace_file
+from remote.protocol.codec import dumps, from_plain, loads_object
+from remote.protocol.errors import DflashError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Destination:
+    """One place runs live at. `root` is absolute, as the far end resolved it; `release` is what was deployed last."""
+
+    host: str = "local"
+    ct: str = ""
+    root: str = ""
+    python: str = ""
+    ssh_config: str = ""
+    release: str = ""
+    source: str = ""
+    config: str = ""
+    """Path of the configuration that the last `start --config` used here."""
+
+    @property
+    def key(self) -> str:
+        """Its name in destinations.json."""
+        return f"{self.host}/{self.ct}" if self.ct else self.host
+
+
+@dataclass(frozen=True)
+class Destinations:
+    """All of them, and the one verbs use without --host."""
+
+    schema: int = SCHEMA
+    current: str = ""
+    known: dict[str, Destination] = dataclasses.field(default_factory=dict[str, Destination])
+
+
+class DestinationStore:
+    """destinations.json in the operator's state directory; written whole, under a lock."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "destinations.json"
+
+    def load(self) -> Destinations:
+        """Return what is remembered. Raises DflashError when the file is there but is none of ours."""
+        try:
+            return from_plain(Destinations, loads_object(self.path.read_bytes()))
+        except FileNotFoundError:
+            return Destinations()
+        except (ValueError, OSError) as error:
+            raise DflashError(
+                f"cannot read {self.path}",
+                cause=str(error),
+                hint="remove the file and deploy again: it holds nothing else",
+            ) from error
+
+    def current(self) -> Destination | None:
+        """Return the destination of the last deploy, None before the first."""
+        remembered = self.load()
+        return remembered.known.get(remembered.current)
+
+    def get(self, host: str, ct: str) -> Destination | None:
+        """Return what is remembered of one destination."""
+        return self.load().known.get(Destination(host, ct).key)
+
+    def remember(self, destination: Destination, *, make_current: bool) -> None:
+        """Store `destination`, in place of what was known of it."""
+        with locked(self.path.with_suffix(".lock")):
+            old = self.load()
+            known = {**old.known, destination.key: destination}
+            current = destination.key if make_current else old.current
+            replace_file(self.path, dumps(Destinations(current=current, known=known), indent=1) + "\n")

@@ -1,0 +1,120 @@
+"""A followed log on a terminal: lines above, a bar below. The only module that imports rich."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from dflashctl.console import OUT
+from dflashctl.logview import LogView, end_line, readable
+from dflashctl.views import duration
+from remote.protocol.events import parse_line
+
+_STYLES = {
+    "step": "default",
+    "phase": "blue",
+    "run_started": "bold",
+    "run_finished": "bold green",
+    "checkpoint_saved": "cyan",
+    "save_progress": "dim",
+    "pipeline_profile": "magenta",
+    "stage_profile": "dim magenta",
+    "alarm": "bold white on red",
+    "message": "yellow",
+}
+# What the eye looks for in a line of a step or a profile.
+_FIGURES = re.compile(r"\b((?:\w+_)?loss|tokens_per_second|accept_len)=(\S+)")
+_TROUBLE = re.compile(r"\b(Error|Exception|Traceback|CUDA out of memory|Killed)\b")
+
+
+class _Figures(ProgressColumn):
+    """Loss, speed and time left beside the bar."""
+
+    def render(self, task: Task) -> Text:
+        fields = task.fields
+        parts: list[str | tuple[str, str]] = []
+        if "loss" in fields:
+            parts += ["loss ", (f"{fields['loss']}", "bold green"), "  "]
+        if "speed" in fields:
+            parts += [(f"{fields['speed']}", "bold cyan"), " tok/s  "]
+        if "eta" in fields:
+            parts += [f"{fields['eta']} left"]
+        return Text.assemble(*parts)
+
+
+class LiveView(LogView):
+    """Colours, and a bar that knows the step, the loss, the speed and the time left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        console = Console(file=OUT.file, highlight=False, markup=False, soft_wrap=True)
+        self._bar = Progress(
+            TextColumn("{task.description}", style="bold"),
+            BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            _Figures(),
+            console=console,
+            transient=True,
+            expand=True,
+            refresh_per_second=5,
+        )
+        self._task = self._bar.add_task("waiting", total=1, visible=False)
+
+    def __enter__(self) -> LiveView:
+        self._bar.start()
+        return self
+
+    def close(self) -> None:
+        self._bar.stop()
+
+    def show(self, lines: list[bytes]) -> None:
+        for line in lines:
+            text = readable(line)
+            fields = parse_line(text)
+            self._bar.console.print(_styled(text, fields), soft_wrap=True)
+            if fields is not None:
+                self._advance(fields)
+
+    def notice(self, text: str) -> None:
+        self._bar.console.print(Text(f"-- {text}", style="yellow"), soft_wrap=True)
+
+    def end(self, state: str, record: dict[str, Any]) -> None:
+        style = "bold green" if state == "finished" else "bold cyan" if state == "stopped" else "bold red"
+        self._bar.console.print(Text(end_line(state, record), style=style), soft_wrap=True)
+
+    def _advance(self, fields: dict[str, Any]) -> None:
+        if fields["kind"] == "step":
+            self._bar.update(
+                self._task,
+                description="step",
+                visible=True,
+                completed=fields["step"],
+                total=max(fields["total_steps"], 1),
+                loss=fields["loss"],
+                speed=_grouped(fields["tokens_per_second"]),
+                eta=duration(fields["eta_seconds"]) if isinstance(fields["eta_seconds"], float) else "?",
+            )
+        elif fields["kind"] == "run_started":
+            first = max(fields["first_step"] - 1, 0)
+            self._bar.update(self._task, description="step", visible=True, completed=first, total=fields["total_steps"])
+        elif fields["kind"] == "phase" and not self._bar.tasks[0].completed:
+            self._bar.update(self._task, description=fields["phase"])
+
+
+def _grouped(value: Any) -> str:
+    return f"{value:,.0f}" if isinstance(value, float) else str(value)
+
+
+def _styled(line: str, fields: dict[str, Any] | None) -> Text:
+    if fields is None:
+        return Text(line, style="red" if _TROUBLE.search(line) else "default")
+    stamp, _, rest = line.partition(" ")
+    text = Text.assemble((stamp, "dim"), " ", (rest, _STYLES.get(fields["kind"], "default")))
+    if fields["kind"] != "alarm":
+        for match in _FIGURES.finditer(line):
+            text.stylize("bold green" if match[1].endswith("loss") else "bold cyan", match.start(2), match.end(2))
+    return text

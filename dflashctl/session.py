@@ -1,0 +1,112 @@
+"""What every verb begins with: settings, destination, source tree, and a client of the agent over there."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from dflashctl.agent_client import AgentClient
+from dflashctl.destinations import Destination, DestinationStore
+from dflashctl.home import state_directory, user_file
+from dflashctl.settings import Settings, find_project_file, resolve, with_destination
+from dflashctl.source import Source, find_source
+from dflashctl.transport import Transport, make_transport
+from remote.protocol.records import RunStatus
+
+SYSTEM_PYTHON = "/usr/bin/python3"
+
+
+def default_python(host: str) -> str:
+    """Return the interpreter to use where nobody named one: here the one that runs us, if it has what trains."""
+    if host == "local" and sys.executable and importlib.util.find_spec("torch") is not None:
+        return sys.executable
+    return SYSTEM_PYTHON
+
+
+@dataclass(frozen=True)
+class Session:
+    """One command's view of the world. Nothing is contacted before `client` is used."""
+
+    settings: Settings
+    store: DestinationStore
+    remembered: Destination | None
+    directory: Path
+    verbose: bool = False
+
+    @classmethod
+    def open(
+        cls,
+        flags: Mapping[str, str | None],
+        *,
+        environment: Mapping[str, str] | None = None,
+        directory: Path | None = None,
+        verbose: bool = False,
+    ) -> Session:
+        """Resolve everything that can be judged without contact. Raises usage errors."""
+        environment = os.environ if environment is None else environment
+        directory = Path.cwd() if directory is None else directory
+        store = DestinationStore(state_directory(environment))
+        settings = resolve(flags, environment, find_project_file(directory), user_file(environment))
+        if not settings.is_given("host") and not settings.is_given("ct"):
+            settings = with_destination(settings, store.current())
+        remembered = store.get(settings["host"], settings["ct"])
+        return cls(with_destination(settings, remembered), store, remembered, directory, verbose)
+
+    @cached_property
+    def source(self) -> Source:
+        """The tree to deploy, and to take presets and a first agent from."""
+        return find_source(self.settings.path("source"), self.directory)
+
+    @property
+    def python(self) -> str:
+        """The interpreter at the far end."""
+        return self.settings["python"] or default_python(self.settings["host"])
+
+    @property
+    def release(self) -> str:
+        """The release deployed there, "" when none is known under this root."""
+        if self.remembered is None or self.settings["root"] != self.remembered.root:
+            return ""
+        return self.remembered.release
+
+    @property
+    def label(self) -> str:
+        """The destination as a person would call it."""
+        host, ct = self.settings["host"], self.settings["ct"]
+        return f"container {ct} on {host}" if ct else host
+
+    @cached_property
+    def transport(self) -> Transport:
+        return make_transport(self.settings["host"], self.settings["ct"])
+
+    @cached_property
+    def client(self) -> AgentClient:
+        """The agent of this destination."""
+        return AgentClient(
+            self.transport,
+            python=self.python,
+            root=self.settings["root"],
+            release=self.release,
+            pyz=self._build_pyz,
+        )
+
+    def _build_pyz(self) -> bytes:
+        from dflashctl.release import build_pyz
+
+        return build_pyz(self.source.directory)
+
+    def destination(self) -> Destination:
+        """Return what is known of this destination, to be extended and remembered."""
+        settings = self.settings
+        base = self.remembered or Destination(settings["host"], settings["ct"])
+        return dataclasses.replace(base, python=self.python, ssh_config=settings["ssh_config"])
+
+    def here(self, status: RunStatus) -> RunStatus:
+        """Return `status` with this destination's name: the far end does not know how it is reached."""
+        return dataclasses.replace(status, host=self.settings["host"], ct=self.settings["ct"])

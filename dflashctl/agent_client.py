@@ -126,9 +126,9 @@ class AgentClient:
         with self.call("start", body) as answer:
             return _status(answer.drain(on_event).get("status"))
 
-    def stop(self, run: str, *, now: bool, grace: float, on_event: OnEvent) -> dict[str, Any]:
+    def stop(self, run: str, *, now: bool, grace: float, by: str, on_event: OnEvent) -> dict[str, Any]:
         """Stop a run ("" for the live one) and wait until nothing of it lives; return the agent's result."""
-        with self.call("stop", {"run": run, "now": now, "grace": grace}) as answer:
+        with self.call("stop", {"run": run, "now": now, "grace": grace, "by": by}) as answer:
             return answer.drain(on_event)
 
     def status(self, run: str = "") -> RunStatus:

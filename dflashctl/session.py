@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import getpass
 import importlib.util
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +29,11 @@ def default_python(host: str) -> str:
     if host == "local" and sys.executable and importlib.util.find_spec("torch") is not None:
         return sys.executable
     return SYSTEM_PYTHON
+
+
+def operator() -> str:
+    """Return who asks, for the registry over there."""
+    return f"{getpass.getuser()}@{platform.node()}"
 
 
 @dataclass(frozen=True)

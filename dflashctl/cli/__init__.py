@@ -1,4 +1,8 @@
-"""The `dflashctl` command: finds the verb, imports only that one, and turns its outcome into an exit code."""
+"""The `dflashctl` command: finds the verb, imports only that one, and turns its outcome into an exit code.
+
+A verb's module imports at its top what its signature needs and the rest when it is called: of the 0.14 s of CPU that
+`dflashctl start --help` once took, half went into modules which a help page does not use.
+"""
 
 from __future__ import annotations
 

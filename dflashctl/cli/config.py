@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dflashctl.cli.options import Common, command
 from dflashctl.console import OUT
-from dflashctl.session import Session
-from dflashctl.settings import SETTINGS
-from dflashctl.training import Training, resolve_training
-from dflashctl.views import plan_lines, table
 from remote.protocol.codec import dumps
+
+if TYPE_CHECKING:
+    from dflashctl.session import Session
+    from dflashctl.training import Training
 
 
 @command
@@ -28,6 +28,10 @@ def verb(
     origin: Annotated[bool, typer.Option("--origin", help="Say where each value came from.")] = False,
 ) -> int:
     """Show settings and training configuration, resolved as `start` would."""
+    from dflashctl.session import Session
+    from dflashctl.training import resolve_training
+    from dflashctl.views import plan_lines, table
+
     session = Session.open(common.flags() | {"config": config})
     training = resolve_training(session.settings, session.remembered, session.source, {}, assignments or [])
     settings = _settings(session)
@@ -51,7 +55,7 @@ def verb(
 
 def _settings(session: Session) -> list[tuple[str, str, str]]:
     values = session.settings.values
-    rows = {key: (values[key].text, values[key].origin) for key in SETTINGS}
+    rows = {key: (values[key].text, values[key].origin) for key in values}
     if not rows["python"][0]:
         rows["python"] = (session.python, "default")
     rows["source"] = (

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dflashctl.cli.options import Common, command
 from dflashctl.console import OUT
-from dflashctl.release import build_release
-from dflashctl.session import Session
-from dflashctl.talk import Talk
-from dflashctl.views import duration, size
 from remote.protocol.codec import dumps
+
+if TYPE_CHECKING:
+    from dflashctl.session import Session
 
 
 @command
@@ -33,6 +32,11 @@ def verb(
     The release is named by the hash of its content: an unchanged tree sends nothing. The self-check (undefined names,
     imports, one training step of a toy) runs over there before the release becomes current; what runs is not touched.
     """
+    from dflashctl.release import build_release
+    from dflashctl.session import Session
+    from dflashctl.talk import Talk
+    from dflashctl.views import duration, size
+
     begun, talk = time.monotonic(), Talk()
     session = Session.open(common.flags() | {"source": source})
     tree = session.source
@@ -46,7 +50,7 @@ def verb(
             dumps({"release": release.id, "host": session.settings["host"], "ct": session.settings["ct"], **result})
         )
     else:
-        OUT.line(_summary(session, result, release.id, time.monotonic() - begun))
+        OUT.line(_summary(session, result, release.id, duration(time.monotonic() - begun)))
     return 0
 
 
@@ -57,9 +61,9 @@ def _remember(session: Session, release: str, root: str) -> None:
     )
 
 
-def _summary(session: Session, result: dict[str, Any], release: str, seconds: float) -> str:
+def _summary(session: Session, result: dict[str, Any], release: str, took: str) -> str:
     place = f"{session.label}, {result.get('root', session.client.root)}"
     if not result.get("changed", True):
-        return f"release {release} was current already on {place}: nothing sent ({duration(seconds)})"
+        return f"release {release} was current already on {place}: nothing sent ({took})"
     before = f", was {result['previous']}" if result.get("previous") else ""
-    return f"release {release} is current on {place}{before} ({duration(seconds)})"
+    return f"release {release} is current on {place}{before} ({took})"

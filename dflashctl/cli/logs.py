@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dflashctl.cli.options import Common, command
 from dflashctl.console import ERR
 from dflashctl.errors import report
-from dflashctl.follow import Follower, LogRequest, Notice
-from dflashctl.logview import LogView, choose_view
-from dflashctl.session import Session
 from remote.protocol.errors import DflashError, ExitCode, usage_error
-from remote.protocol.records import Lifecycle
+
+if TYPE_CHECKING:
+    from dflashctl.follow import Follower
+    from dflashctl.logview import LogView
 
 _FILES = ("train", "events", "supervisor")
 _FOLLOW_TAIL = 50
@@ -36,6 +36,10 @@ def verb(
     Following ends with the run: exit code 0 when it finished or was stopped, 1 when it failed, 10 when an alarm was
     seen. Ctrl-C stops watching, not the run.
     """
+    from dflashctl.follow import Follower, LogRequest
+    from dflashctl.logview import choose_view
+    from dflashctl.session import Session
+
     if file not in _FILES:
         raise usage_error(f"no such log: {file}", cause="a run keeps three", hint=f"--file {'|'.join(_FILES)}")
     session = Session.open(common.flags())
@@ -51,6 +55,8 @@ def verb(
 
 
 def _pump(follower: Follower, view: LogView) -> dict[str, Any]:
+    from dflashctl.follow import Notice
+
     result: dict[str, Any] = {}
     for item in follower:
         if isinstance(item, bytes):
@@ -70,7 +76,7 @@ def _outcome(result: dict[str, Any], view: LogView, as_json: bool) -> int:
     view.end(state, record)
     if view.alarms or result.get("alarms"):
         return int(ExitCode.ALARM)
-    if state in (Lifecycle.FINISHED, Lifecycle.STOPPED):
+    if state in ("finished", "stopped"):
         return int(ExitCode.OK)
     message = str(record.get("message") or "no exit record says why")
     error = DflashError(f"the run is {state}", cause=message, hint="`dflashctl status` shows its traceback")

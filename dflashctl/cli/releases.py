@@ -6,14 +6,15 @@ from typing import Any
 
 from dflashctl.cli.options import Common, command
 from dflashctl.console import OUT
-from dflashctl.session import Session
-from dflashctl.views import table
 from remote.protocol.codec import dumps
 
 
 @command
 def verb(common: Common) -> int:
     """List the releases over there."""
+    from dflashctl.session import Session
+    from dflashctl.views import table
+
     session = Session.open(common.flags())
     result = session.client.releases()
     if common.as_json:

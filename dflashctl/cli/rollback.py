@@ -9,7 +9,6 @@ import typer
 
 from dflashctl.cli.options import Common, command
 from dflashctl.console import OUT
-from dflashctl.session import Session
 from remote.protocol.codec import dumps
 
 
@@ -19,6 +18,8 @@ def verb(
     to: Annotated[str, typer.Option("--to", metavar="RELEASE", help="Which one; else the one before.")] = "",
 ) -> int:
     """Make an earlier release the current one. What runs is not touched."""
+    from dflashctl.session import Session
+
     session = Session.open(common.flags())
     result = session.client.rollback(to)
     release, root = str(result["release"]), str(result["root"])

@@ -8,10 +8,7 @@ import typer
 
 from dflashctl.cli.options import Common, command
 from dflashctl.console import OUT
-from dflashctl.session import Session
-from dflashctl.views import runs_lines
 from remote.protocol.codec import dumps
-from remote.protocol.records import SCHEMA
 
 
 @command
@@ -20,6 +17,10 @@ def verb(
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="At most so many.")] = 20,
 ) -> int:
     """List the runs over there, newest first."""
+    from dflashctl.session import Session
+    from dflashctl.views import runs_lines
+    from remote.protocol.records import SCHEMA
+
     session = Session.open(common.flags())
     runs = [session.here(status) for status in session.client.runs(limit)]
     if common.as_json:

@@ -9,8 +9,6 @@ import typer
 
 from dflashctl.cli.options import Common, command
 from dflashctl.console import OUT
-from dflashctl.session import Session
-from dflashctl.views import status_lines
 from remote.protocol.codec import dumps
 
 
@@ -23,6 +21,9 @@ def verb(
 
     Exits with 0 whenever the far end answered, whatever the state.
     """
+    from dflashctl.session import Session
+    from dflashctl.views import status_lines
+
     session = Session.open(common.flags())
     status = session.here(session.client.status(run))
     if common.as_json:

@@ -8,8 +8,6 @@ import typer
 
 from dflashctl.cli.options import Common, command
 from dflashctl.console import ERR, OUT
-from dflashctl.session import Session
-from dflashctl.talk import Talk
 from remote.protocol.codec import dumps
 from remote.protocol.errors import ExitCode
 
@@ -29,10 +27,15 @@ def verb(
     The trainer is asked to end at its next step and to save; only when that makes no progress is it made to. Returns
     when no process of the run lives. A run that has ended already is no error.
     """
+    from dflashctl.session import Session, operator
+    from dflashctl.talk import Talk
+
     session = Session.open(common.flags() | {"grace": grace})
     talk = Talk()
     try:
-        result = session.client.stop(run, now=now, grace=session.settings.seconds("grace"), on_event=talk)
+        result = session.client.stop(
+            run, now=now, grace=session.settings.seconds("grace"), by=operator(), on_event=talk
+        )
     except KeyboardInterrupt:
         ERR.line("\nno longer watching; the run goes on stopping if it was asked to: `dflashctl status`")
         return int(ExitCode.INTERRUPTED)

@@ -77,6 +77,6 @@ def usage_error(error: str, *, cause: str = "", hint: str = "") -> DflashError:
     return DflashError(error, cause=cause, hint=hint, code=ExitCode.USAGE)
 
 
-def preflight_error(error: str, *, cause: str = "", hint: str = "") -> DflashError:
+def preflight_error(error: str, *, cause: str = "", hint: str = "", detail: str = "") -> DflashError:
     """Return the error for what the far end judges before anything is launched (exit code 7)."""
-    return DflashError(error, cause=cause, hint=hint, code=ExitCode.PREFLIGHT)
+    return DflashError(error, cause=cause, hint=hint, code=ExitCode.PREFLIGHT, detail=detail)

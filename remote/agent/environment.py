@@ -1,0 +1,43 @@
+"""The environment of what we launch, built from nothing: a run never depends on the shell that started it."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Mapping
+from pathlib import Path
+
+RUN_VARIABLE = "DFLASH_RUN_ID"
+"""What every process of a run carries in its environment; the last resort of stop sweeps by it."""
+
+
+def _home() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_dir
+    except KeyError:  # a user id without an entry: usual in unprivileged containers
+        return "/"
+
+
+def base_environment(python: str) -> dict[str, str]:
+    """Return what any program needs. PATH gets /usr/local/bin, which `pct exec` leaves out."""
+    folders = [str(Path(python).parent), "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
+    return {
+        "PATH": ":".join(dict.fromkeys(folders)),
+        "HOME": _home(),
+        "LANG": "C.UTF-8",
+        "PYTHONUNBUFFERED": "1",
+        # nvidia-smi counts by bus id; without this CUDA counts by speed, and GPU 3 is another one in each.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+
+
+def trainer_environment(python: str, root: Path, release: Path) -> dict[str, str]:
+    """Return the environment of `python -m trainer` from a release."""
+    return base_environment(python) | {"PYTHONPATH": str(release), "DFLASH_ROOT": str(root)}
+
+
+def run_environment(python: str, root: Path, release: Path, run: Path, extra: Mapping[str, str]) -> dict[str, str]:
+    """Return the complete environment of a run; `extra` (from the spec) comes last."""
+    return (
+        trainer_environment(python, root, release) | {RUN_VARIABLE: run.name, "DFLASH_RUN_DIR": str(run)} | dict(extra)
+    )

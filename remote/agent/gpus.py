@@ -1,0 +1,141 @@
+"""What the GPUs hold. Empty lists where there is no nvidia-smi: a machine without GPUs is a normal far end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from remote.protocol.errors import preflight_error
+
+HELD_MIB = 1024
+"""More than this in use means somebody works there; an idle driver and a display take a few hundred MiB."""
+
+FREE_MARGIN_MIB = 256
+"""How near to its baseline memory counts as free again."""
+
+_QUERY = ["nvidia-smi", "--query-gpu=index,name,memory.used,memory.total", "--format=csv,noheader,nounits"]
+_QUERY_SECONDS = 20.0
+_WAIT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU; memory in MiB."""
+
+    index: str
+    name: str
+    used: int
+    total: int
+
+
+def list_gpus() -> list[Gpu]:
+    """Ask nvidia-smi; [] when there is none.
+
+    Raises a preflight error when it is there and fails (`Failed to initialize NVML`: the container lost its devices).
+    """
+    try:
+        answer = subprocess.run(
+            _QUERY,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_QUERY_SECONDS,
+            check=False,
+        )
+    except FileNotFoundError:
+        return []
+    except subprocess.TimeoutExpired as error:
+        raise preflight_error("nvidia-smi does not answer", cause=f"no word in {_QUERY_SECONDS:.0f} s") from error
+    if answer.returncode != 0:
+        raise preflight_error(
+            "nvidia-smi failed",
+            cause=(answer.stdout + answer.stderr).strip()[:300] or f"it ended with code {answer.returncode}",
+            hint="a container loses its GPUs after a daemon-reload or a driver update on the host: restart it",
+        )
+    return parse_gpus(answer.stdout)
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """Parse the CSV of the query above; a GPU whose memory reads `[N/A]` counts as 0 MiB."""
+    gpus: list[Gpu] = []
+    for line in text.splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) >= 4 and parts[0].isdigit():
+            used, total = (int(part) if part.isdigit() else 0 for part in parts[-2:])
+            gpus.append(Gpu(parts[0], ", ".join(parts[1:-2]), used, total))
+    return gpus
+
+
+def holders(index: str) -> list[int]:
+    """Return the pids that hold /dev/nvidia<index> open. In a container nvidia-smi shows pids of the host, or none."""
+    device = f"/dev/nvidia{index}"
+    found: list[int] = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and _has_open(process / "fd", device):
+            found.append(int(process.name))
+    return sorted(found)
+
+
+def _has_open(folder: Path, device: str) -> bool:
+    try:
+        return any(os.path.realpath(link) == device for link in folder.iterdir())
+    except OSError:  # ended meanwhile, or somebody else's
+        return False
+
+
+def cuda_devices(devices: Sequence[str]) -> list[str]:
+    """Return the CUDA indices among a run's devices."""
+    return [device for device in devices if device.isdigit()]
+
+
+def memory_used(devices: Sequence[str]) -> dict[str, int]:
+    """Return MiB in use of the given CUDA devices, by index. Raises a preflight error when one does not exist."""
+    wanted = cuda_devices(devices)
+    if not wanted:
+        return {}
+    gpus = {gpu.index: gpu for gpu in list_gpus()}
+    missing = [index for index in wanted if index not in gpus]
+    if missing:
+        raise preflight_error(
+            f"no GPU {', '.join(missing)} there",
+            cause=f"it has {len(gpus)}: {', '.join(gpus) or 'none'}",
+            hint="choose with --target-gpus and --drafter-gpus, or --set device=cpu",
+        )
+    return {index: gpus[index].used for index in wanted}
+
+
+def require_free(devices: Sequence[str]) -> dict[str, int]:
+    """Return the baseline of the devices. Raises a preflight error naming the GPU that is held, how much, by whom."""
+    used = memory_used(devices)
+    for index, mib in used.items():
+        if mib > HELD_MIB:
+            pids = holders(index)
+            by = f"pid {', '.join(map(str, pids))}" if pids else "a holder outside this container"
+            raise preflight_error(
+                f"GPU {index} is held",
+                cause=f"{mib} MiB in use by {by}",
+                hint="wait with --wait-gpus, or choose other GPUs; nothing foreign is ever killed",
+            )
+    return used
+
+
+def wait_free(devices: Sequence[str], tell: Callable[[str], None]) -> None:
+    """Wait until no device is held, telling what holds it each time that changes."""
+    told = ""
+    while held := [f"GPU {index}: {mib} MiB" for index, mib in memory_used(devices).items() if mib > HELD_MIB]:
+        text = "waiting for " + ", ".join(item.partition(":")[0] for item in held)
+        if text != told:
+            tell(f"{text} ({', '.join(held)})")
+            told = text
+        time.sleep(_WAIT_SECONDS)
+
+
+def above_baseline(baseline: dict[str, int]) -> dict[str, int]:
+    """Return the devices, and their MiB in use, that are not back at the memory they had before the launch."""
+    used = memory_used(list(baseline))
+    return {index: mib for index, mib in used.items() if mib > baseline[index] + FREE_MARGIN_MIB}

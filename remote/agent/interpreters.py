@@ -1,0 +1,60 @@
+"""What an interpreter of this machine can import, asked of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from dataclasses import dataclass
+
+from remote.agent.environment import base_environment
+from remote.protocol.errors import preflight_error
+
+PACKAGES = ("torch", "transformers", "safetensors", "numpy", "flash-linear-attention", "gguf", "accelerate", "psutil")
+
+# Metadata only: importing torch to ask its version would take seconds.
+_PROGRAM = """\
+import json, sys
+from importlib.metadata import PackageNotFoundError, version
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = version(name)
+    except PackageNotFoundError:
+        pass
+print(json.dumps({"python": "%d.%d.%d" % sys.version_info[:3], "packages": found}))
+"""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A python and the versions of the packages that matter to us."""
+
+    path: str
+    python: str
+    versions: dict[str, str]
+
+    @property
+    def fingerprint(self) -> str:
+        """Return 12 hex digits that change with the path or any version."""
+        text = json.dumps([self.path, self.python, sorted(self.versions.items())])
+        return hashlib.sha256(text.encode("utf-8")).hexdigest()[:12]
+
+
+def packages_of(python: str) -> Interpreter:
+    """Ask an interpreter. Raises a preflight error when it does not answer."""
+    try:
+        answer = subprocess.run(
+            [python, "-I", "-c", _PROGRAM, *PACKAGES],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=base_environment(python),
+            timeout=60,
+            check=True,
+        )
+        said = json.loads(answer.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise preflight_error(
+            f"{python} does not work", cause=str(error), hint="pass --python PATH of a Python 3.11 or newer"
+        ) from error
+    return Interpreter(python, str(said["python"]), {str(key): str(value) for key, value in said["packages"].items()})

@@ -1,0 +1,171 @@
+"""The state of a run from its locks, and what `status` says of it. Nothing here takes a lock or sends a signal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from remote.agent.tail import first_events, last_events
+from remote.agent.verdict import read_stop
+from remote.protocol.errors import DflashError, ExitCode
+from remote.protocol.events import CheckpointSaved, Event, Phase, RunFinished, RunStarted, Step
+from remote.protocol.identity import boot_id
+from remote.protocol.layout import RootLayout, RunLayout, is_run_id
+from remote.protocol.locks import is_held
+from remote.protocol.records import ExitRecord, Lifecycle, R, RunSpec, RunState, RunStatus, read_record
+
+_TAIL_BYTES = (1 << 14, 1 << 18, 1 << 22)
+"""How much of events.jsonl is read, from its end, until a step is found: bounded, whatever its length."""
+
+
+def run_ids(root: RootLayout) -> list[str]:
+    """Return all run ids, newest first."""
+    try:
+        return sorted((path.name for path in root.runs.iterdir() if is_run_id(path.name)), reverse=True)
+    except OSError:
+        return []
+
+
+def no_such_run(cause: str) -> DflashError:
+    """Return the error for a run id, or any run, that is not there (exit code 3)."""
+    return DflashError("no such run", cause=cause, hint="`dflashctl runs` lists them", code=ExitCode.NO_RUN)
+
+
+def choose_run(root: RootLayout, run_id: str) -> RunLayout | None:
+    """Return the run asked for; for "" the newest that lives, else the newest; None when there is none at all.
+
+    Raises DflashError (3) when `run_id` is given and is not there.
+    """
+    if run_id:
+        if not is_run_id(run_id) or not root.run(run_id).path.is_dir():
+            raise no_such_run(f"there is no run {run_id!r} in {root.runs}")
+        return root.run(run_id)
+    runs = [root.run(name) for name in run_ids(root)]
+    return next((run for run in runs if lives(run)), runs[0] if runs else None)
+
+
+def lives(run: RunLayout) -> bool:
+    """Whether a supervisor or any process of the run holds its lock."""
+    return is_held(run.sup_lock) or is_held(run.run_lock)
+
+
+def readable(cls: type[R], run: RunLayout, name: str) -> tuple[R | None, str]:
+    """Return a record of the run and "", or None and what is wrong with its file (missing is not wrong)."""
+    try:
+        return read_record(cls, run.path / name), ""
+    except (ValueError, OSError) as error:
+        return None, f"{name} is unreadable: {error}"
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The newest event of each kind near the end of events.jsonl."""
+
+    step: Step | None = None
+    phase: Phase | None = None
+    checkpoint: CheckpointSaved | None = None
+    finished: RunFinished | None = None
+    last_event: float = 0.0
+
+    @classmethod
+    def of(cls, run: RunLayout) -> Tail:
+        """Read as much of the end as is needed to find a step, at most 4 MiB."""
+        tail = cls()
+        for size in _TAIL_BYTES:
+            tail = cls._newest(last_events(run.events, size))
+            if tail.step is not None:
+                break
+        return tail
+
+    @classmethod
+    def _newest(cls, events: Iterator[Event]) -> Tail:
+        newest: dict[type[Event], Event] = {}
+        last = 0.0
+        for event in events:
+            newest.setdefault(type(event), event)
+            last = max(last, event.time)
+        step, phase = newest.get(Step), newest.get(Phase)
+        saved, finished = newest.get(CheckpointSaved), newest.get(RunFinished)
+        return cls(
+            step=step if isinstance(step, Step) else None,
+            phase=phase if isinstance(phase, Phase) else None,
+            checkpoint=saved if isinstance(saved, CheckpointSaved) else None,
+            finished=finished if isinstance(finished, RunFinished) else None,
+            last_event=last,
+        )
+
+
+def lifecycle_of(run: RunLayout, tail: Tail | None = None) -> Lifecycle:
+    """Return the state by the table of locks in docs/architecture.md.
+
+    sup.lock is probed first and exit.json read last: the supervisor writes exit.json before it lets go of sup.lock, so
+    two free locks make the file conclusive.
+    """
+    supervised, occupied = is_held(run.sup_lock), is_held(run.run_lock)
+    if supervised:
+        return _supervised(run)
+    if occupied:
+        return Lifecycle.ORPHANED
+    record, _ = readable(ExitRecord, run, "exit.json")
+    result = record.result if record is not None else ""
+    if not result:
+        finished = (tail or Tail.of(run)).finished
+        result = finished.result if finished is not None else ""
+    return Lifecycle(result) if result in ("finished", "stopped", "failed") else Lifecycle.LOST
+
+
+def _supervised(run: RunLayout) -> Lifecycle:
+    state, _ = readable(RunState, run, "state.json")
+    if state is not None and state.state in ("starting", "running", "stopping"):
+        return Lifecycle(state.state)
+    # state.json is missing, garbage, or already tells the end while the supervisor clears up.
+    if read_stop(run) is not None:
+        return Lifecycle.STOPPING
+    return Lifecycle.RUNNING if Tail.of(run).step is not None else Lifecycle.STARTING
+
+
+def status_of(run: RunLayout) -> RunStatus:
+    """Return what is known of a run. Costs a few small reads, whatever the length of its logs."""
+    tail = Tail.of(run)
+    state = lifecycle_of(run, tail)
+    spec, spec_problem = readable(RunSpec, run, "spec.json")
+    kept, state_problem = readable(RunState, run, "state.json")
+    ended, exit_problem = readable(ExitRecord, run, "exit.json")
+    started = next((event for event in first_events(run.events) if isinstance(event, RunStarted)), None)
+    step = tail.step
+    problems = [problem for problem in (spec_problem, state_problem, exit_problem) if problem]
+    message = ended.message if ended is not None and not state.alive else _lost_message(state, kept)
+    saved = tail.checkpoint.path if tail.checkpoint is not None else ""
+    return RunStatus(
+        run_id=run.run_id,
+        state=str(state),
+        host=spec.host if spec else "local",
+        ct=spec.ct if spec else "",
+        name=spec.name if spec else "",
+        note=spec.note if spec else "",
+        release=spec.release if spec else "",
+        created=spec.created if spec else 0.0,
+        step=step.step if step else (ended.last_step if ended else 0),
+        total_steps=step.total_steps if step else (started.total_steps if started else 0),
+        loss=step.loss if step else None,
+        tokens_per_second=step.tokens_per_second if step else None,
+        phase=tail.phase.phase if tail.phase else "",
+        last_event=tail.last_event,
+        resumed_from=spec.resumed_from if spec else "",
+        topology=started.topology if started else "",
+        by=spec.by if spec else "",
+        last_checkpoint=(ended.last_checkpoint if ended else "") or saved,
+        message="; ".join([*filter(None, [message]), *problems]),
+        failed_rank=ended.failed_rank if ended else None,
+        traceback=ended.traceback if ended else "",
+        run_dir=str(run.path),
+        alarms=kept.alarms if kept else (),
+    )
+
+
+def _lost_message(state: Lifecycle, kept: RunState | None) -> str:
+    if state is not Lifecycle.LOST:
+        return ""
+    if kept is not None and kept.boot_id and kept.boot_id != boot_id():
+        return "the machine or container was started anew since"
+    return "supervisor and trainer are gone without a word: all were killed"

@@ -1,0 +1,83 @@
+"""Running the new release's own check before anything uses it, once per (release, interpreter, packages)."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from remote.agent.environment import trainer_environment
+from remote.agent.interpreters import packages_of
+from remote.agent.preflight import content_of, json_lines, run_trainer_verb
+from remote.agent.wire import Answer
+from remote.protocol.errors import preflight_error
+from remote.protocol.files import read_json, write_json
+from remote.protocol.layout import RootLayout
+
+_TAIL_LINES = 40
+
+
+def selfcheck(root: RootLayout, release: str, python: str, answer: Answer) -> dict[str, Any]:
+    """Return the stored result of a passed check, else run `python -m trainer selfcheck --json` and store what it says.
+
+    Raises a preflight error with the end of its output when it fails. A failure is never reused: it may have been the
+    machine's.
+    """
+    interpreter = packages_of(python)
+    path = root.selfchecks / f"{release}-{interpreter.fingerprint}.json"
+    kept = _kept(path)
+    if kept.get("ok") is True:
+        return kept
+    answer.phase("selfcheck")
+    began = time.monotonic()
+    directory = root.release(release)
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        relay = _Relay(output, answer)
+        command = [python, "-m", "trainer", "selfcheck", "--json"]
+        environment = trainer_environment(python, root.path, directory)
+        code = run_trainer_verb(command, environment, output, errors, answer, relay.poll)
+        relay.poll()
+        said = [line for line in json_lines(content_of(output)) if "kind" not in line]
+        seconds = time.monotonic() - began
+        last = (said or [{}])[-1]
+        result: dict[str, Any] = {"ok": code == 0, "code": code, "seconds": seconds, "python": python, "result": last}
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, result)
+        if code != 0:
+            _fail(release, code, last, content_of(output) + content_of(errors))
+    answer.phase("selfcheck", "passed", seconds)
+    return result
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path) or {}
+    except ValueError:  # cut short by a crash: check again
+        return {}
+
+
+class _Relay:
+    """Passes the check's events on while it runs."""
+
+    def __init__(self, output: IO[bytes], answer: Answer) -> None:
+        self._path = Path(f"/proc/self/fd/{output.fileno()}")
+        self._answer = answer
+        self._passed = 0
+
+    def poll(self) -> None:
+        # Opened anew: the descriptor's own offset is shared with the process that writes.
+        complete = self._path.read_bytes().rpartition(b"\n")[0].decode("utf-8", errors="replace")
+        events = [line for line in json_lines(complete) if "kind" in line]
+        for event in events[self._passed :]:
+            self._answer.note(event)
+        self._passed = len(events)
+
+
+def _fail(release: str, code: int, said: dict[str, Any], output: str) -> None:
+    raise preflight_error(
+        f"the selfcheck of release {release} failed",
+        cause=str(said.get("cause") or said.get("error") or f"`python -m trainer selfcheck` ended with code {code}"),
+        hint=str(said.get("hint") or "mend it and deploy again; `current` is unchanged"),
+        detail="\n".join(output.splitlines()[-_TAIL_LINES:]),
+    )

@@ -1,0 +1,137 @@
+"""The verb start: at most one run per device, launched detached, followed to its first trained step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Generator, Sequence
+
+from remote.agent.firststep import follow_to_first_step
+from remote.agent.gpus import require_free, wait_free
+from remote.agent.launch import launch_supervisor
+from remote.agent.lifecycle import lives, readable, run_ids
+from remote.agent.preflight import preflight
+from remote.agent.roots import create_root
+from remote.agent.startplan import StartPlan, read_plan
+from remote.agent.wire import Answer, Request
+from remote.protocol.errors import DflashError, ExitCode, preflight_error
+from remote.protocol.files import write_json
+from remote.protocol.identity import read_pidfile
+from remote.protocol.layout import RootLayout, RunLayout
+from remote.protocol.locks import LockBusy, LockKind, acquire, acquire_within, holder_name, name_holder
+from remote.protocol.records import RunSpec
+
+LOCK_SECONDS = 10.0
+"""How long a start waits for another one; the lock covers a check and a launch, well under a second."""
+
+
+def start(request: Request, answer: Answer) -> None:
+    """Launch a run, or find the one this request already launched, and follow it to its first step.
+
+    The client draws the run id and repeats it when the connection drops, so a retry is a query, never a second run.
+    """
+    root = RootLayout(request.root)
+    create_root(root)
+    plan = read_plan(request, root)
+    if not _launched(plan.run):
+        # Cheap answer first; the same check decides again under the lock.
+        refuse_if_busy(root, plan.spec.devices)
+        if plan.wait_gpus:
+            wait_free(plan.spec.devices, answer.say)
+        # Outside the lock: importing torch takes longer than others should wait for theirs.
+        if plan.preflight:
+            answer.phase("preflight")
+            began = time.monotonic()
+            preflight(plan.python, plan.preflight_environment(root.path), plan.spec.config, answer)
+            answer.phase("preflight", "passed", time.monotonic() - began)
+        with _start_lock(root, plan.spec):
+            if not _launched(plan.run):
+                _launch(root, plan)
+    follow_to_first_step(plan.run, answer, plan.limit)
+
+
+def _launched(run: RunLayout) -> bool:
+    """Whether a supervisor ever lived for this run. A directory without one is what a killed start left."""
+    return read_pidfile(run.supervisor_pid) is not None
+
+
+def refuse_if_busy(root: RootLayout, devices: Sequence[str]) -> None:
+    """Raise DflashError (4) when anything of a run lives that uses one of the devices."""
+    for name in run_ids(root):
+        run = root.run(name)
+        if not lives(run):
+            continue
+        spec, _ = readable(RunSpec, run, "spec.json")
+        # A living run whose spec cannot be read might use any device.
+        if spec is None or set(spec.devices) & set(devices):
+            raise _busy(run, spec)
+
+
+def _busy(run: RunLayout, spec: RunSpec | None) -> DflashError:
+    cause = f"run {run.run_id} has no readable spec and its processes live"
+    if spec is not None:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(spec.created))
+        what = "cpu" if spec.devices == ("cpu",) else f"GPU {', '.join(spec.devices)}"
+        cause = f"run {run.run_id} uses {what} since {since}, started by {spec.by or 'unknown'}"
+    return DflashError(
+        "a run is already there",
+        cause=cause,
+        hint=f"`dflashctl stop` ends it, `dflashctl logs --run {run.run_id}` shows it",
+        code=ExitCode.ALREADY_RUNNING,
+    )
+
+
+@contextlib.contextmanager
+def _start_lock(root: RootLayout, spec: RunSpec) -> Generator[None]:
+    try:
+        descriptor = acquire_within(root.start_lock, LockKind.EXCLUSIVE, LOCK_SECONDS)
+    except LockBusy:
+        raise DflashError(
+            "another start is under way",
+            cause=f"{root.start_lock} is held for more than {LOCK_SECONDS:.0f} s by {holder_name(root.start_lock)}",
+            hint="try again when it has ended",
+            code=ExitCode.ALREADY_RUNNING,
+        ) from None
+    try:
+        since = time.strftime("%H:%M:%S UTC", time.gmtime())
+        name_holder(descriptor, f"start of run {spec.run_id} by {spec.by or 'unknown'}, pid {os.getpid()}, {since}")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _launch(root: RootLayout, plan: StartPlan) -> None:
+    """Write the run's directory and launch its supervisor; the caller holds start.lock."""
+    _discard_unlaunched(root)
+    refuse_if_busy(root, plan.spec.devices)
+    spec = dataclasses.replace(plan.spec, gpu_memory=require_free(plan.spec.devices))
+    run = plan.run
+    try:
+        run.create()
+        # The lock before the records: whoever finds the directory finds a run that is starting.
+        sup_lock = acquire(run.sup_lock, LockKind.EXCLUSIVE)
+        try:
+            write_json(run.config, spec.config)
+            write_json(run.spec, spec)
+            launch_supervisor(run, plan.release, sup_lock)
+        finally:
+            os.close(sup_lock)
+    except OSError as error:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise preflight_error(
+            f"cannot write {run.path}", cause=f"{error.strerror}", hint="free some space, or choose another --root"
+        ) from error
+    except DflashError:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
+def _discard_unlaunched(root: RootLayout) -> None:
+    """Remove what starts that were killed before their launch left; start.lock says that nobody is launching now."""
+    for name in run_ids(root):
+        run = root.run(name)
+        if not _launched(run) and not lives(run) and not run.events.exists() and not run.exit.exists():
+            shutil.rmtree(run.path, ignore_errors=True)

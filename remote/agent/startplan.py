@@ -1,0 +1,119 @@
+"""What a start request asks for, made complete: release, interpreter, argv, environment, checkpoint to go on from."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from remote.agent.environment import run_environment, trainer_environment
+from remote.agent.interpreters import packages_of
+from remote.agent.lifecycle import choose_run, no_such_run, run_ids, status_of
+from remote.agent.roots import interpreter, require_release
+from remote.agent.wire import Request
+from remote.protocol.codec import from_plain
+from remote.protocol.errors import preflight_error, usage_error
+from remote.protocol.layout import RootLayout, RunLayout, is_run_id
+from remote.protocol.records import RunSpec, read_record
+
+LAST = "last"
+"""`resume` value for the newest run that has a checkpoint."""
+
+_STEP = re.compile(r"([0-9]+)$")
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """Everything `start` needs, decided before anything is written."""
+
+    spec: RunSpec
+    run: RunLayout
+    release: Path
+    python: str
+    preflight: bool
+    wait_gpus: bool
+    limit: float
+
+    def preflight_environment(self, root: Path) -> dict[str, str]:
+        return trainer_environment(self.python, root, self.release) | dict(self.spec.environment)
+
+
+def read_plan(request: Request, root: RootLayout) -> StartPlan:
+    """Complete the request's spec. Raises usage or preflight errors for what does not hold."""
+    spec = _spec(request.object("spec"))
+    run = root.run(spec.run_id)
+    release = require_release(root, spec.release)
+    python = interpreter(request.text("python", ""))
+    argv = tuple(request.words("argv"))
+    config, resumed_from = dict(spec.config), ""
+    if resume := request.text("resume", ""):
+        resumed_from = str(find_checkpoint(root, resume))
+        config["resume"] = resumed_from
+    spec = dataclasses.replace(
+        spec,
+        argv=argv or (python, "-u", "-m", "trainer", "train", "--config-json", str(run.config)),
+        environment=run_environment(python, root.path, release, run.path, spec.environment),
+        release=release.name,
+        created=time.time(),
+        config=config,
+        packages=spec.packages if argv else packages_of(python).versions,
+        resumed_from=resumed_from or str(config.get("resume", "")),
+    )
+    return StartPlan(
+        spec=spec,
+        run=run,
+        release=release,
+        python=python,
+        preflight=request.flag("preflight", True),
+        wait_gpus=request.flag("wait_gpus", False),
+        limit=request.number("limit", 300.0),
+    )
+
+
+def _spec(data: dict[str, Any]) -> RunSpec:
+    try:
+        spec = from_plain(RunSpec, {"argv": [], "environment": {}, "devices": [], **data})
+    except ValueError as error:
+        raise usage_error("the run's spec is not usable", cause=str(error)) from error
+    if not is_run_id(spec.run_id):
+        raise usage_error(f"not a run id: {spec.run_id!r}", hint="the client draws it: date, time, six hex digits")
+    if any("\0" in text or "=" in key for key, text in spec.environment.items()):
+        raise usage_error("an environment variable of the spec cannot be set", cause="`=` in a name or NUL in a value")
+    return spec
+
+
+def find_checkpoint(root: RootLayout, resume: str) -> Path:
+    """Return the checkpoint directory that RUN, RUN@STEP or `last` means.
+
+    Raises DflashError: 3 when there is no such run, 7 when it has no such checkpoint.
+    """
+    name, _, step = resume.partition("@")
+    if name == LAST:
+        name = next((each for each in run_ids(root) if _checkpoints(root.run(each))), "")
+        if not name:
+            raise no_such_run(f"no run in {root.runs} has a checkpoint")
+    run = choose_run(root, name)
+    found = {} if run is None else _checkpoints(run)
+    if not found:
+        raise preflight_error(
+            f"run {name} has no checkpoint", cause="none was complete when it ended", hint="start without --resume"
+        )
+    if step and (not step.isdigit() or int(step) not in found):
+        have = ", ".join(str(each) for each in sorted(found))
+        raise preflight_error(f"run {name} has no checkpoint of step {step}", cause=f"it has {have}")
+    return found[int(step)] if step else found[max(found)]
+
+
+def _checkpoints(run: RunLayout) -> dict[int, Path]:
+    """Return the complete checkpoints of a run by step: directories that end in the step, as they are renamed into place."""
+    try:
+        spec = read_record(RunSpec, run.spec)
+        last = status_of(run).last_checkpoint
+        place = Path(last).parent if last else Path((spec and spec.config.get("output_dir")) or run.checkpoints)
+        folders = [path for path in place.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    except (OSError, ValueError):
+        return {}
+    return {int(match[1]): path for path in folders if (match := _STEP.search(path.name))}

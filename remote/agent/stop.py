@@ -1,0 +1,169 @@
+"""The verb stop: ask, show the progress, and answer when no process of the run lives and its GPU memory is back."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from remote.agent.aftermath import clear_remains, remove_sockets, write_exit
+from remote.agent.escalation import Escalation, Stage
+from remote.agent.gpus import above_baseline
+from remote.agent.lifecycle import choose_run, lifecycle_of, lives, no_such_run, readable, status_of
+from remote.agent.processes import remains
+from remote.agent.statefile import StateFile
+from remote.agent.tail import EventTail
+from remote.agent.verdict import Ending, Story, judge, read_stop
+from remote.agent.wire import Answer, Request
+from remote.protocol.codec import plain
+from remote.protocol.errors import DflashError, ExitCode
+from remote.protocol.events import CheckpointSaved, Event, SaveProgress
+from remote.protocol.files import write_json
+from remote.protocol.identity import boot_id
+from remote.protocol.layout import RootLayout, RunLayout
+from remote.protocol.locks import LockBusy, LockKind, acquire
+from remote.protocol.records import Lifecycle, RunSpec, RunState, StopRequest
+
+_POLL_SECONDS = 0.05
+_TIMEOUT_SECONDS = 60.0
+_GPU_SECONDS = 60.0
+
+
+def stop(request: Request, answer: Answer) -> None:
+    """End a run. Already ended is a success; the answer is its status and a sentence.
+
+    Raises DflashError: 3 when there is no such run, 9 naming what still lives when it has not ended `timeout` seconds
+    (60) after its grace, or when GPU memory does not come back.
+    """
+    run = choose_run(RootLayout(request.root), request.text("run", ""))
+    if run is None:
+        raise no_such_run(f"there is no run in {request.root}")
+    began = time.monotonic()
+    if not lives(run):
+        status = status_of(run)
+        answer.result({"status": plain(status), "message": f"run {run.run_id} was not running: {status.state}"})
+        return
+    spec, _ = readable(RunSpec, run, "spec.json")
+    grace = 0.0 if request.flag("now", False) else request.number("grace", spec.stop_grace if spec else 120.0)
+    kill_grace = spec.kill_grace if spec else 15.0
+    _ask(run, request, grace)
+    waiting = _Waiting(run, answer, grace, kill_grace, request.number("timeout", _TIMEOUT_SECONDS) + kill_grace)
+    waiting.until_ended()
+    status = status_of(run)
+    sentence = f"run {run.run_id} ended: {status.state}"
+    if gpus := _wait_for_gpus(run):
+        sentence += f"; GPU memory free on {gpus}/{gpus}, {time.monotonic() - began:.0f} s"
+    answer.result({"status": plain(status), "message": sentence})
+
+
+def _ask(run: RunLayout, request: Request, grace: float) -> None:
+    """Rename stop.json into place. A second, more patient stop does not soften an earlier one; a hastier one counts."""
+    earlier = read_stop(run)
+    if earlier is not None and earlier.grace <= grace:
+        return
+    write_json(
+        run.stop,
+        StopRequest(
+            deadline=time.time() + grace,
+            by=request.text("by", "") or "stop",
+            checkpoint=not request.flag("now", False),
+            grace=grace,
+        ),
+    )
+
+
+class _Waiting:
+    """Waits for the end, by the supervisor's hand; by our own when it is dead."""
+
+    def __init__(self, run: RunLayout, answer: Answer, grace: float, kill_grace: float, timeout: float) -> None:
+        self._run = run
+        self._answer = answer
+        self._grace = grace
+        self._kill_grace = kill_grace
+        self._bound = grace + timeout
+        self._deadline = time.monotonic() + self._bound
+        self._tail = EventTail(run.events)
+        # What happened before the stop is no progress of it.
+        self._story = Story()
+        self._drain(silently=True)
+
+    def until_ended(self) -> None:
+        """Return when no process of the run lives. Raises DflashError (9) at the bound."""
+        while lives(self._run):
+            if lifecycle_of(self._run) is Lifecycle.ORPHANED:
+                self._stand_in()
+            self._wait_a_little()
+        self._drain()
+
+    def _wait_a_little(self) -> list[Event]:
+        events = self._drain()
+        if any(isinstance(event, SaveProgress | CheckpointSaved) for event in events):
+            self._deadline = time.monotonic() + self._bound
+        if time.monotonic() >= self._deadline:
+            raise DflashError(
+                f"run {self._run.run_id} has not ended",
+                cause=f"still alive: {remains(self._run).describe()}",
+                hint="`dflashctl stop --now` does not wait for a checkpoint; a process in state D waits for the kernel",
+                code=ExitCode.STOP_INCOMPLETE,
+            )
+        time.sleep(_POLL_SECONDS)
+        return events
+
+    def _drain(self, *, silently: bool = False) -> list[Event]:
+        heard: list[Event] = []
+        while events := self._tail.poll():
+            heard.extend(events)
+            self._story.hear(events)
+            for event in () if silently else events:
+                self._answer.event(event)
+        return heard
+
+    def _stand_in(self) -> None:
+        """Do the dead supervisor's work: hold sup.lock, escalate, clear up, write exit.json."""
+        try:
+            descriptor = acquire(self._run.sup_lock, LockKind.EXCLUSIVE)
+        except LockBusy:  # another stop was faster and does it
+            return
+        try:
+            self._answer.say("the supervisor is dead: this stop ends the run itself", level="warning")
+            stop = read_stop(self._run)
+            state = self._state_file(stop.by if stop else "stop")
+            escalation = Escalation(self._run, self._grace, self._kill_grace)
+            while remains(self._run):
+                escalation.hasten((read_stop(self._run) or StopRequest(0.0, "")).grace)
+                if done := escalation.tick():
+                    self._answer.say(done)
+                escalation.progress(self._wait_a_little())
+            clear_remains(self._run, state.alarm)
+            self._drain()
+            ending = Ending(by="agent", escalated=escalation.stage > Stage.MESSAGE)
+            record = judge(self._run, self._story, ending)
+            remove_sockets(self._run)
+            write_exit(self._run, record)
+            state.change(state=record.result, since=record.ended)
+        finally:
+            os.close(descriptor)
+
+    def _state_file(self, by: str) -> StateFile:
+        kept, _ = readable(RunState, self._run, "state.json")
+        state = kept or RunState(self._run.run_id, "", 0.0)
+        file = StateFile(self._run, state)
+        file.change(state=str(Lifecycle.STOPPING), since=time.time(), boot_id=boot_id(), supervisor_pid=0, stop_by=by)
+        return file
+
+
+def _wait_for_gpus(run: RunLayout) -> int:
+    """Return how many GPUs of the run are back at their baseline: all. Raises DflashError (9) when one stays above."""
+    spec, _ = readable(RunSpec, run, "spec.json")
+    if spec is None or not spec.gpu_memory:
+        return 0
+    deadline = time.monotonic() + _GPU_SECONDS
+    while held := above_baseline(spec.gpu_memory):
+        if time.monotonic() >= deadline:
+            raise DflashError(
+                f"the run has ended, but memory of GPU {', '.join(held)} is still held",
+                cause=", ".join(f"GPU {index}: {mib} MiB" for index, mib in held.items()),
+                hint="a process outside this container holds it, or the driver needs a reset",
+                code=ExitCode.STOP_INCOMPLETE,
+            )
+        time.sleep(0.5)
+    return len(spec.gpu_memory)

@@ -1,0 +1,135 @@
+"""How a run ended, from what it left behind."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from remote.protocol.events import CheckpointSaved, Event, Phase, RunFinished, Step
+from remote.protocol.layout import RunLayout
+from remote.protocol.records import ExitRecord, Lifecycle, RankError, StopRequest, read_record
+
+_RESULTS = (Lifecycle.FINISHED, Lifecycle.STOPPED, Lifecycle.FAILED)
+_ERROR_FILE = re.compile(r"rank-([0-9]{1,6})\.json")
+
+
+@dataclass
+class Story:
+    """What the events told so far."""
+
+    last_step: int = 0
+    last_checkpoint: str = ""
+    finished: RunFinished | None = None
+    roles: dict[int, str] = field(default_factory=dict[int, str])
+
+    def hear(self, events: Iterable[Event]) -> None:
+        """Take note of events, in order."""
+        for event in events:
+            if isinstance(event, Step):
+                self.last_step = event.step
+            elif isinstance(event, CheckpointSaved):
+                self.last_checkpoint = event.path
+            elif isinstance(event, Phase) and event.rank >= 0:
+                self.roles[event.rank] = event.role
+            elif isinstance(event, RunFinished):
+                self.finished = event
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the one who writes exit.json saw. `returncode` is the leader's, negative for a signal, None if unseen.
+
+    `first_dead` is the rank whose process vanished first; `escalated` whether signals had to be sent.
+    """
+
+    by: str
+    returncode: int | None = None
+    first_dead: int | None = None
+    escalated: bool = False
+    oom_kill: bool = False
+
+
+def rank_errors(run: RunLayout) -> dict[int, RankError]:
+    """Return the error records of the ranks. One that is cut short (disk full) still names its rank."""
+    found: dict[int, RankError] = {}
+    try:
+        names = sorted(path.name for path in run.error(0).parent.iterdir())
+    except OSError:
+        return found
+    for match in filter(None, map(_ERROR_FILE.fullmatch, names)):
+        rank = int(match[1])
+        try:
+            record = read_record(RankError, run.error(rank))
+        except ValueError as error:
+            record = RankError(
+                rank, "", "", "", "unreadable", f"its error record is unreadable: {error}", "", time.time()
+            )
+        if record is not None:
+            found[rank] = record
+    return found
+
+
+def read_stop(run: RunLayout) -> StopRequest | None:
+    """Return the stop request, None when there is none. An unreadable one still is a request: somebody asked."""
+    try:
+        return read_record(StopRequest, run.stop)
+    except ValueError:
+        return StopRequest(deadline=0.0, by="an unreadable stop.json")
+
+
+def judge(run: RunLayout, story: Story, ending: Ending) -> ExitRecord:
+    """Say how the run ended: the trainer's own word first, then a stop that needed signals, else a failure."""
+    stop = read_stop(run)
+    if story.finished is not None and story.finished.result in _RESULTS:
+        result = story.finished.result
+    elif stop is not None and (ending.escalated or (ending.returncode == 0 and not rank_errors(run))):
+        result = str(Lifecycle.STOPPED)
+    else:
+        result = str(Lifecycle.FAILED)
+    failed_rank, message, traceback = _blame(run, story, ending) if result == Lifecycle.FAILED else (None, "", "")
+    code = ending.returncode
+    return ExitRecord(
+        run_id=run.run_id,
+        result=result,
+        ended=time.time(),
+        by=stop.by if stop is not None and result == Lifecycle.STOPPED else ending.by,
+        code=code if code is not None and code >= 0 else None,
+        signal=-code if code is not None and code < 0 else None,
+        oom_kill=ending.oom_kill,
+        last_step=max(story.last_step, story.finished.step if story.finished else 0),
+        last_checkpoint=(story.finished.checkpoint if story.finished else "") or story.last_checkpoint,
+        failed_rank=failed_rank,
+        message=message,
+        traceback=traceback,
+    )
+
+
+def _blame(run: RunLayout, story: Story, ending: Ending) -> tuple[int | None, str, str]:
+    """Return failed rank, message and traceback.
+
+    The rank that vanished first without an error record was killed from outside, and the records of the others tell
+    of its loss. Otherwise the earliest record is the cause: whoever loses a peer fails later than that peer.
+    """
+    errors = rank_errors(run)
+    dead = ending.first_dead
+    if dead is not None and dead not in errors:
+        role = story.roles.get(dead, "")
+        reason = "the kernel killed for memory" if ending.oom_kill else "killed from outside"
+        return dead, f"rank {dead}{f' ({role})' if role else ''} died without a word: {reason}", ""
+    if errors:
+        first = min(errors.values(), key=lambda error: error.time)
+        return first.rank, f"{first.kind}: {first.message}", first.traceback
+    return None, _leader_message(ending), ""
+
+
+def _leader_message(ending: Ending) -> str:
+    if ending.returncode is None:
+        return "the trainer is gone and left no word"
+    if ending.returncode < 0:
+        reason = " (the kernel killed for memory)" if ending.oom_kill else ""
+        return f"the leader was killed by signal {-ending.returncode}{reason}"
+    if ending.returncode == 0:
+        return "the trainer ended without saying how"
+    return f"the trainer ended with code {ending.returncode}; its log has the reason"

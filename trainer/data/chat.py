@@ -1,0 +1,142 @@
+"""The target's own chat template: from conversations to token ids and a loss mask on the assistant's turns.
+
+Templates rarely carry generation markers, and tools that rely on them produce masks of zeros. So spans come from
+rendering prefixes: turn i is what the template adds between (messages[:i] with the generation prompt) and
+messages[:i+1]. That holds only if both are prefixes of the whole text, which is checked for every turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from remote.protocol.errors import preflight_error
+from trainer.data.dialects import Conversation, Message
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation's text, the supervised spans in it as (start, end) characters, and the turns left out."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    turns_left_out: int
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """input_ids int32[S] and loss_mask uint8[S] up to the last supervised token, and the turns left out."""
+
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    turns_left_out: int
+
+
+class ChatTokenizer:
+    """A fast tokenizer with a chat template; special tokens come from the template alone."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.template_sha256 = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+        self.tokenizer_sha256 = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+    def template(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """Return the template's text of some messages."""
+        return self._tokenizer.apply_chat_template(
+            [asdict(message) for message in messages], add_generation_prompt=add_generation_prompt, tokenize=False
+        )
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids a target continues with its reply."""
+        text = self.template(messages, add_generation_prompt=True)
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a reply, without special tokens and with its spaces as they are."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """Return the text of a conversation and where the assistant's turns stand in it."""
+        messages = conversation.messages
+        text = self.template(messages)
+        spans: list[tuple[int, int]] = []
+        replies = [index for index, message in enumerate(messages) if message.role == "assistant"]
+        for index in replies:
+            head = self.template(messages[:index], add_generation_prompt=True) if index else ""
+            upto = self.template(messages[: index + 1]) if index + 1 < len(messages) else text
+            if not (index and upto.startswith(head) and text.startswith(upto)):
+                continue
+            cut = conversation.finish == "length" and index == len(messages) - 1
+            end = _content_end(upto, len(head), messages[index].content) if cut else len(upto.rstrip())
+            if end > len(head):
+                spans.append((len(head), end))
+        return Rendered(text, tuple(spans), len(replies) - len(spans))
+
+    def encode(self, conversations: Sequence[Conversation]) -> list[Encoded]:
+        """Return ids and loss mask of each conversation; those of more than one are tokenised in parallel."""
+        rendered = [self.render(conversation) for conversation in conversations]
+        texts = [one.text for one in rendered]
+        tokens = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        return [
+            _supervise(np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2), one)
+            for ids, offsets, one in zip(tokens["input_ids"], tokens["offset_mapping"], rendered, strict=True)
+        ]
+
+
+def load_tokenizer(path: Path) -> ChatTokenizer:
+    """Load the tokenizer of a target directory.
+
+    Raises:
+        DflashError: the directory or the tokenizer is missing, has no chat template, or is no fast tokenizer.
+    """
+    if not (path / "tokenizer_config.json").is_file():
+        raise preflight_error(
+            f"no tokenizer in {path}",
+            cause="tokenizer_config.json is missing",
+            hint="give the directory of the target model, with its tokenizer files",
+        )
+    from transformers import AutoTokenizer  # takes a second to import
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if not tokenizer.chat_template:
+        raise preflight_error(
+            f"the tokenizer in {path} has no chat template",
+            cause="neither chat_template.jinja nor chat_template in tokenizer_config.json",
+            hint="use an instruction-tuned target, or bring tokenised data",
+        )
+    if not tokenizer.is_fast:
+        raise preflight_error(
+            f"the tokenizer in {path} has no tokenizer.json",
+            cause="only fast tokenizers tell which characters a token stands for",
+            hint="convert it with transformers, or bring tokenised data",
+        )
+    return ChatTokenizer(tokenizer)
+
+
+def _content_end(upto: str, start: int, content: str) -> int:
+    """Return where a cut reply ends: behind its content, since the end-of-turn token is not the model's own.
+
+    A template may strip the content; 0 if it is not found at all, so that the turn is left out.
+    """
+    for form in (content, content.strip()):
+        position = upto.rfind(form, start) if form else -1
+        if position >= 0:
+            return position + len(form)
+    return 0
+
+
+def _supervise(ids: NDArray[np.int32], offsets: NDArray[np.int64], rendered: Rendered) -> Encoded:
+    """Mask the tokens that lie in a span; one that straddles a span's edge was never generated as it stands."""
+    loss_mask = np.zeros(len(ids), dtype=np.uint8)
+    for start, end in rendered.spans:
+        loss_mask |= ((offsets[:, 0] >= start) & (offsets[:, 1] <= end) & (offsets[:, 1] > start)).astype(np.uint8)
+    supervised = np.flatnonzero(loss_mask)
+    # What follows the last label (a newline behind the end of the turn) would cost target time for nothing.
+    length = int(supervised[-1]) + 1 if len(supervised) else 0
+    return Encoded(ids[:length], loss_mask[:length], rendered.turns_left_out)

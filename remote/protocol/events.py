@@ -82,13 +82,14 @@ class Step(Event):
 class StageProfile(Event):
     kind: ClassVar[str] = "stage_profile"
 
-    role: str = metric("target or drafter", line="s")
+    role: str = metric("target, drafter or shared", line="s")
     device: str = metric("device of the rank", line="s")
     interval: float = metric("length of the profile interval", unit="s", line=".2f")
     tokens: int = metric("non-padding tokens in the interval", unit="tokens", line="d")
     stages: dict[str, float] = metric(  # noqa: RUF009  the call declares a field, it makes no shared default
         "seconds in each stage of the interval", unit="s", line="json3"
     )
+    ring_bytes: int = metric("bytes this target has published and no drafter has taken", unit="B", default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,71 @@
+"""Saving and restoring a drafter with its optimizer: written beside, fsynced, renamed into place; no kill leaves half of one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from remote.protocol.errors import preflight_error
+from remote.protocol.files import write_json
+from trainer import checkpoint_files
+from trainer.checkpoint_files import TrainerState
+from trainer.drafter.model import Drafter
+from trainer.optimizer import StepOptimizer
+from trainer.target.new_directory import new_directory
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes written, bytes in total): what a stop's patience counts from."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint: where, how large, how long it took."""
+
+    path: Path
+    bytes: int
+    seconds: float
+
+
+def _bytes(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def save(
+    output_dir: Path, state: TrainerState, drafter: Drafter, optimizer: StepOptimizer, *, dtype: str, progress: Progress
+) -> Saved:
+    """Save a checkpoint of `state.step`. Raises OSError (no space); nothing half-written is left to be chosen later.
+
+    Parameters are saved as they are trained: float32, or float64 for such runs.
+    """
+    start = time.monotonic()
+    destination = checkpoint_files.step_directory(output_dir, state.step)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+    moments = {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.state_dict().items()}
+    total = _bytes(weights) + _bytes(moments)
+    with new_directory(destination) as directory:
+        progress(0, total)
+        save_file(weights, directory / "drafter.safetensors")
+        progress(_bytes(weights), total)
+        save_file(moments, directory / "optimizer.safetensors")
+        write_json(directory / "drafter_config.json", drafter.config.to_zlab(dtype))
+        write_json(directory / checkpoint_files.STATE_FILE, state)
+        progress(total, total)
+    return Saved(destination, total, time.monotonic() - start)
+
+
+def restore(checkpoint: Path, drafter: Drafter, optimizer: StepOptimizer) -> None:
+    """Load weights and moments. Raises a preflight error when the files are not those of this drafter."""
+    device = next(drafter.parameters()).device
+    try:
+        drafter.load_state_dict(load_file(checkpoint / "drafter.safetensors", device=str(device)))
+        optimizer.load_state_dict(load_file(checkpoint / "optimizer.safetensors", device=str(device)))
+    except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
+        raise preflight_error(
+            f"{checkpoint} cannot be restored", cause=str(error), hint="resume from an earlier checkpoint"
+        ) from error

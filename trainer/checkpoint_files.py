@@ -1,0 +1,102 @@
+"""Which checkpoints exist, what they say of themselves, and whether a run may go on from one. Torch-free: the leader asks.
+
+<output_dir>/step-00000500/   drafter.safetensors (float32 masters at least), drafter_config.json, optimizer.safetensors,
+                              trainer_state.json; complete because the directory was renamed into place
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from remote.protocol.errors import preflight_error
+from remote.protocol.records import read_record
+from trainer.config import TrainConfig
+
+STATE_FILE = "trainer_state.json"
+_NAME = re.compile(r"step-([0-9]{8})")
+
+# What decides which numbers a step computes. Layout, threads, transfer mode and intervals may change on resume; these may not.
+_BINDING = (
+    "mask_token_id", "block_size", "drafter_layers", "captured_layers", "target_layer_ids", "attention", "sliding_window",
+    "drafter_heads", "drafter_kv_heads", "drafter_head_dim", "drafter_ffn", "drafter_rope_theta",
+    "max_length", "token_budget", "bucket_tokens", "num_anchors", "row_anchors", "noise_std", "seed", "epochs", "max_steps",
+    "lr", "warmup_ratio", "weight_decay", "beta1", "beta2", "max_grad_norm", "micro_batches_per_step", "gamma",
+    "loss_vocab_extra", "dtype",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """trainer_state.json: the last step a checkpoint contains, and what it was trained with."""
+
+    step: int
+    total_steps: int
+    data_fingerprint: str
+    config: dict[str, Any]
+    run_id: str = ""
+    loss: float | None = None
+    schema: int = 1
+
+
+def step_directory(output_dir: Path, step: int) -> Path:
+    """Return the directory of a step's checkpoint."""
+    return output_dir / f"step-{step:08d}"
+
+
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """Return the complete checkpoints, oldest first."""
+    if not output_dir.is_dir():
+        return []
+    found = [path for path in output_dir.iterdir() if _NAME.fullmatch(path.name) and (path / STATE_FILE).is_file()]
+    return sorted(found)
+
+
+def rotate(output_dir: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what a killed save left behind."""
+    for path in list_checkpoints(output_dir)[:-keep]:
+        shutil.rmtree(path)
+    for leftover in output_dir.glob(".step-*"):
+        shutil.rmtree(leftover)
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    """Return what a checkpoint says of itself. Raises a preflight error when it is none."""
+    try:
+        state = read_record(TrainerState, checkpoint / STATE_FILE)
+    except ValueError as error:
+        raise preflight_error(
+            f"{checkpoint} is no usable checkpoint", cause=str(error), hint="name another one"
+        ) from error
+    if state is None:
+        near = list_checkpoints(checkpoint) or list_checkpoints(checkpoint.parent)
+        hint = f"the newest complete one there is {near[-1]}" if near else "no complete checkpoint lies there"
+        raise preflight_error(f"{checkpoint} is no checkpoint", cause=f"there is no {STATE_FILE} in it", hint=hint)
+    return state
+
+
+def check_resumable(state: TrainerState, config: TrainConfig, *, fingerprint: str, total_steps: int) -> None:
+    """Raise a preflight error when a run with this configuration and data would not continue the checkpoint's run."""
+    now = config.to_dict()
+    differences = [
+        f"{key}: {state.config.get(key)!r} then, {now[key]!r} now"
+        for key in _BINDING
+        if state.config.get(key) != now[key]
+    ]
+    if state.data_fingerprint != fingerprint:
+        differences.append("the training data is another set")
+    if differences:
+        raise preflight_error(
+            "the checkpoint belongs to another configuration",
+            cause="; ".join(differences),
+            hint="resume with the configuration it was trained with, or start fresh without --resume",
+        )
+    if state.step >= total_steps:
+        raise preflight_error(
+            f"the checkpoint's run is complete at step {state.step}",
+            cause=f"the configuration trains {total_steps} steps",
+            hint="export it, or start a fresh run with more epochs",
+        )

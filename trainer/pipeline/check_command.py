@@ -1,0 +1,41 @@
+"""`python -m trainer preflight`: everything `train` would refuse, found before anything is launched or stopped."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from remote.protocol.codec import dumps
+from trainer.pipeline import command
+from trainer.pipeline.layout import Layout
+from trainer.pipeline.leader import resume_point
+from trainer.preflight import parameter_count, preflight
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `train`, and --json."""
+    command.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the findings as one line of JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check; prints what a run would be. Raises DflashError (2 or 7) for the first thing that is wrong."""
+    config = command.read_config(arguments)
+    found = preflight(config, Path(config.output_dir or ".").absolute())
+    resume, first_step = resume_point(config, found)
+    findings = {
+        "documents": len(found.dataset),
+        "tokens": int(found.dataset.lengths.sum()),
+        "steps": found.total_steps,
+        "first_step": first_step,
+        "resume": resume,
+        "drafter_parameters": parameter_count(found.drafter),
+        "target_layer_ids": found.drafter.target_layer_ids,
+        "topology": Layout.of(config).describe(),
+    }
+    if arguments.json:
+        print(dumps(findings))
+    else:
+        for name, value in findings.items():
+            print(f"{name:<20} {value}")
+    return 0

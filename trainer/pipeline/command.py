@@ -1,0 +1,61 @@
+"""`python -m trainer train`: the story's flag names, a TOML file, or the JSON that the agent wrote."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from remote.protocol.codec import loads_object
+from remote.protocol.errors import usage_error
+from trainer.config import TrainConfig, coerce, config_flags, load_toml, parse_set
+from trainer.pipeline.leader import lead
+
+# Environment variables of the story's script, read here and nowhere else, where the flag is not given.
+_STORY_VARIABLES = {"DFLASH_PROFILE_INTERVAL": "profile_interval", "DFLASH_SPLIT_FC_LAYERS": "split_fc"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags: every key of the configuration, and where else keys come from."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of keys")
+    parser.add_argument("--config-json", type=Path, metavar="FILE", help="JSON file of keys, as the agent writes it")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key")
+    parser.add_argument("--grad-accum", type=int, metavar="N", help="micro-batches per step and drafter")
+    for flag in config_flags():
+        parser.add_argument(flag.name, dest=flag.key, metavar=flag.metavar, help=flag.help.replace("%", "%%"))
+
+
+def read_config(arguments: argparse.Namespace) -> TrainConfig:
+    """Join the sources: flag, --set, environment of the story, file. Raises a usage error."""
+    values: dict[str, Any] = {}
+    if arguments.config is not None:
+        values.update(load_toml(arguments.config))
+    if arguments.config_json is not None:
+        values.update(_load_json(arguments.config_json))
+    for variable, key in _STORY_VARIABLES.items():
+        if text := os.environ.get(variable):
+            text = {"0": "off", "1": "on"}.get(text, text) if key == "split_fc" else text
+            values[key] = coerce(key, text, variable)
+    values.update(parse_set(assignment) for assignment in arguments.set)
+    for flag in config_flags():
+        if (text := getattr(arguments, flag.key)) is not None:
+            values[flag.key] = coerce(flag.key, text)
+    if arguments.grad_accum is not None:
+        drafters = len(values.get("drafter_gpus", TrainConfig().drafter_gpus))
+        values["micro_batches_per_step"] = arguments.grad_accum * drafters
+    return TrainConfig.from_mapping(values, "the configuration")
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    try:
+        return loads_object(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise usage_error(
+            f"cannot read the configuration {path}", cause=str(error), hint="it must be a JSON object"
+        ) from error
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train; does not return when the launch succeeds."""
+    lead(read_config(arguments))

@@ -1,0 +1,101 @@
+"""The one owner of CUDA streams: copies beside the computation, ordered by marks. On a CPU a copy is done when the call returns.
+
+Rules 1 to 5 of the pipeline: data is packed on the stream that produced it; only copies run elsewhere; a copy waits for
+the mark of its producer, taken on the producer's own stream BEFORE the copy stream is entered; the source stays untouched
+until the copy's mark fired.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    def wait_host(self) -> None:
+        """Block the calling thread until all work before the mark is done."""
+        ...
+
+
+class Copier(Protocol):
+    """Copies of one device."""
+
+    def mark(self) -> Mark:
+        """Return a mark behind everything the calling thread has enqueued on its current stream so far."""
+        ...
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Mark) -> Mark:
+        """Enqueue destination <- source behind `after`, and return the mark of its completion."""
+        ...
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Return a context whose device work runs on the copy stream, behind the copies."""
+        ...
+
+
+class _Done:
+    """The mark of work that is already done."""
+
+    def wait_host(self) -> None:
+        return
+
+
+class HostCopier:
+    """Copies within host memory, done at once."""
+
+    def mark(self) -> Mark:
+        return _Done()
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Mark) -> Mark:
+        after.wait_host()
+        destination.copy_(source)
+        return _Done()
+
+    def beside(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class _CudaMark:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait_host(self) -> None:
+        self.event.synchronize()
+
+
+class CudaCopier:
+    """Copies on a stream of their own, so that they overlap with the next forward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return _CudaMark(event)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Mark) -> Mark:
+        done = torch.cuda.Event()
+        if isinstance(after, _CudaMark):
+            self._stream.wait_event(after.event)
+        with torch.cuda.stream(self._stream):
+            destination.copy_(source, non_blocking=True)
+            done.record(self._stream)
+        return _CudaMark(done)
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def make_copier(device: torch.device) -> Copier:
+    """Return the copier for a device."""
+    return CudaCopier(device) if device.type == "cuda" else HostCopier()

@@ -1,0 +1,157 @@
+"""`python -m trainer train`: check, decide, reserve, then become torch's launcher. Torch-free, so a typo costs no model load.
+
+The process keeps its pid over the exec, so the pid that the supervisor wrote down is the launcher's, with run.lock still held.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from remote.protocol.errors import DflashError, preflight_error
+from remote.protocol.files import write_durably
+from remote.protocol.layout import RunLayout, new_run_id
+from trainer import checkpoint_files
+from trainer.config import TrainConfig
+from trainer.pipeline.layout import Layout
+from trainer.pipeline.membership import file_error, hold_run_lock
+from trainer.pipeline.plan import PLAN_VARIABLE, RunPlan
+from trainer.pipeline.slots import create_ring_file
+from trainer.preflight import SHARED_MEMORY, Prepared, preflight, ring_size
+
+RUN_DIR_VARIABLE = "DFLASH_RUN_DIR"
+"""Set by the supervisor; without it the run's directory is made inside output_dir."""
+
+_LEADER = -1
+
+
+def run_layout(config: TrainConfig) -> RunLayout:
+    """Return where this run keeps its files. Raises a usage error when neither supervisor nor output_dir says."""
+    if directory := os.environ.get(RUN_DIR_VARIABLE):
+        return RunLayout(Path(directory))
+    base = Path(config.output_dir or "runs")
+    return RunLayout((base / new_run_id()).absolute())
+
+
+def lead(config: TrainConfig) -> NoReturn:
+    """Prepare the run and exec the launcher. Raises DflashError for what the preflight finds."""
+    run = run_layout(config)
+    hold_run_lock(run, inheritable=True)
+    try:
+        plan_path = prepare(config, run)
+    except Exception as error:
+        file_error(run, error, rank=_LEADER, role="leader", device="", phase="preflight", time=time.time())
+        raise
+    launch(Layout.of(config), plan_path, config)
+
+
+def prepare(config: TrainConfig, run: RunLayout) -> Path:
+    """Check the configuration, reserve the ring and write the plan; returns the plan's path."""
+    # A directory of its own under output_dir too: a run never writes among another run's checkpoints.
+    output_dir = Path(config.output_dir).absolute() / run.run_id if config.output_dir else run.checkpoints
+    found = preflight(config, output_dir)
+    resume, first_step = resume_point(config, found)
+    documents = run.path / "documents.npz"
+    np.savez(
+        documents,
+        lengths=found.dataset.lengths,
+        candidates=found.dataset.candidates,
+        # Reads every document: only where the softmax runs over the data's tokens.
+        token_ids_seen=found.dataset.token_ids_seen() if config.loss_vocab_extra >= 0 else np.zeros(0, dtype=np.int64),
+    )
+    sockets = Path(tempfile.mkdtemp(prefix="dflash-"))
+    write_durably(run.sockets, f"{sockets}\n".encode())
+    size, slots = ring_size(config, found.drafter)
+    plan = RunPlan(
+        run_id=run.run_id,
+        run_dir=str(run.path),
+        config=config.to_dict(),
+        leader_pid=os.getpid(),
+        sockets=str(sockets),
+        ring_file=reserve_ring(config, sockets.name, size * slots),
+        slot_bytes=size,
+        slots_per_pair=slots,
+        captured_layers=len(found.drafter.target_layer_ids),
+        hidden_size=found.drafter.hidden_size,
+        documents=str(documents),
+        data_fingerprint=found.dataset.fingerprint,
+        total_steps=found.total_steps,
+        first_step=first_step,
+        output_dir=str(output_dir),
+        resume=resume,
+    )
+    path = run.path / "plan.json"
+    plan.save(path)
+    return path
+
+
+def resume_point(config: TrainConfig, found: Prepared) -> tuple[str, int]:
+    """Return (checkpoint directory, first step to train). Raises a preflight error when it does not fit this run."""
+    if not config.resume:
+        return "", 1
+    state = checkpoint_files.read_state(Path(config.resume))
+    checkpoint_files.check_resumable(
+        state, config, fingerprint=found.dataset.fingerprint, total_steps=found.total_steps
+    )
+    return str(Path(config.resume).absolute()), state.step + 1
+
+
+def reserve_ring(config: TrainConfig, name: str, slots_size: int) -> str:
+    """Create the ring's file with its pages reserved; empty with shared roles. Raises a preflight error when there is no room."""
+    pairs = len(Layout.of(config).pairs)
+    if pairs == 0:
+        return ""
+    path = SHARED_MEMORY / name
+    try:
+        create_ring_file(path, slots_size * pairs)
+    except OSError as error:
+        raise preflight_error(
+            "no space left for the ring",
+            cause=f"{SHARED_MEMORY}: {error.strerror}, {slots_size * pairs >> 20} MiB are needed",
+            hint="lower ring_mib, or free shared memory",
+        ) from error
+    return str(path)
+
+
+def launcher_argv(layout: Layout) -> list[str]:
+    """Return the argv of torch's launcher: one process per device, no restarts, rendezvous on a free loopback port."""
+    return [
+        sys.executable,
+        "-u",
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        f"--nproc-per-node={layout.ranks}",
+        "--max-restarts=0",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        "--local-addr=127.0.0.1",
+        "-m",
+        "trainer.pipeline.rank",
+    ]
+
+
+def launch(layout: Layout, plan: Path, config: TrainConfig) -> NoReturn:
+    """Become the launcher."""
+    threads = config.threads or max(1, len(os.sched_getaffinity(0)) // layout.ranks)
+    environment = {
+        **os.environ,
+        PLAN_VARIABLE: str(plan),
+        "OMP_NUM_THREADS": str(threads),
+        # Freed memory of one shape must serve another: fragmentation was one of the story's out-of-memory failures.
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    argv = launcher_argv(layout)
+    try:
+        os.execve(argv[0], argv, environment)
+    except OSError as error:
+        raise DflashError("cannot execute torch's launcher", cause=f"{argv[0]}: {error.strerror}") from error

@@ -1,0 +1,70 @@
+"""What makes a process a member of a run, done in its first line: the lock, the pidfile, the bond to the leader. Torch-free."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+
+from remote.protocol.errors import DflashError
+from remote.protocol.files import write_json
+from remote.protocol.identity import ProcessIdentity, write_pidfile
+from remote.protocol.layout import RunLayout
+from remote.protocol.locks import LockKind, acquire
+from remote.protocol.records import RankError
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def hold_run_lock(run: RunLayout, *, inheritable: bool = False) -> int:
+    """Hold run.lock shared as long as this process lives; `inheritable` keeps it over the leader's exec.
+
+    Python opens descriptors close-on-exec: without this the launcher would run without the lock.
+    """
+    run.create()
+    descriptor = acquire(run.run_lock, LockKind.SHARED)
+    os.set_inheritable(descriptor, inheritable)
+    return descriptor
+
+
+def die_with(leader_pid: int) -> None:
+    """Let the kernel KILL this process when its parent ends, and end now if that happened before. Raises OSError.
+
+    torch's launcher starts each rank in a session of its own: no group kill reaches a rank whose launcher was killed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != leader_pid:
+        sys.exit(f"the leader {leader_pid} ended before this rank began")
+
+
+def join_run(run: RunLayout, *, rank: int, leader_pid: int) -> int:
+    """Join a run as one of its ranks; returns the descriptor that holds the lock."""
+    lock = hold_run_lock(run)
+    die_with(leader_pid)
+    write_pidfile(run.rank_pid(rank), ProcessIdentity.of())
+    return lock
+
+
+def file_error(
+    run: RunLayout, error: BaseException, *, rank: int, role: str, device: str, phase: str, time: float
+) -> None:
+    """Write errors/rank-N.json: what ended this rank."""
+    known = error if isinstance(error, DflashError) else None
+    record = RankError(
+        rank=rank,
+        role=role,
+        device=device,
+        phase=phase,
+        kind=type(error).__name__,
+        message=known.error if known else str(error),
+        traceback="".join(traceback.format_exception(error)),
+        time=time,
+        cause=known.cause if known else "",
+        hint=known.hint if known else "",
+        code=int(known.code) if known else 1,
+    )
+    write_json(run.error(rank), record)

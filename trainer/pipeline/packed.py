@@ -1,0 +1,100 @@
+"""The packed row that travels from a target to a drafter, and the preallocated buffers it is packed in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trainer.pipeline.copier import Copier, Mark
+from trainer.pipeline.ring import checksum
+
+States = torch.Tensor | tuple[torch.Tensor, ...]
+"""Captured states of a row: one tensor [T, L*H], or with split-fc L tensors [T, H]."""
+
+
+@dataclass(frozen=True)
+class RowTokens:
+    """The host side of a packed row of T positions: documents one after another, then padding (document id -1).
+
+    input_ids i32[T], loss_mask u8[T], document_ids i64[T], position_ids i32[T] (from 0 in each document).
+    """
+
+    batch: int
+    step: int
+    epoch: int
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    document_ids: torch.Tensor
+    position_ids: torch.Tensor
+    tokens: int
+    """Positions that are no padding."""
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """A row with its states on the drafter's device."""
+
+    row: RowTokens
+    states: States
+
+
+@dataclass
+class PackBuffer:
+    """A preallocated device buffer: [T_max, L*H], or with split-fc [L, T_max, H]. Filled on the producer's stream only."""
+
+    storage: torch.Tensor
+    split: bool
+
+    @classmethod
+    def allocate(
+        cls, tokens: int, layers: int, hidden: int, *, split: bool, dtype: torch.dtype, device: torch.device
+    ) -> PackBuffer:
+        shape = (layers, tokens, hidden) if split else (tokens, layers * hidden)
+        return cls(torch.zeros(shape, dtype=dtype, device=device), split)
+
+    def rows(self, tokens: int) -> torch.Tensor:
+        """Return the first `tokens` positions as one contiguous tensor: [T, L*H], or with split-fc [L, T, H]."""
+        if not self.split:
+            return self.storage[:tokens]
+        layers, _, hidden = self.storage.shape
+        return self.storage.view(-1)[: layers * tokens * hidden].view(layers, tokens, hidden)
+
+    def pack(self, captured: list[torch.Tensor], lengths: list[int], tokens: int) -> torch.Tensor:
+        """Gather the valid positions of `captured` (L tensors [k, L_max, H], right padded) into the first `tokens` positions.
+
+        Positions behind the documents are zeroed: the slot's bytes must not depend on what the buffer held before.
+        """
+        out = self.rows(tokens)
+        used = sum(lengths)
+        for layer, states in enumerate(captured):
+            hidden = states.shape[-1]
+            into = out[layer] if self.split else out[:, layer * hidden : (layer + 1) * hidden]
+            offset = 0
+            for document, length in enumerate(lengths):
+                into[offset : offset + length] = states[document, :length]
+                offset += length
+            into[used:] = 0
+        return out
+
+
+@dataclass(frozen=True)
+class PackedStates:
+    """States in a pack buffer, with what rule 13 computes on the device at pack time."""
+
+    buffer: PackBuffer
+    states: torch.Tensor
+    ready: Mark
+    finite: torch.Tensor
+    checksum: torch.Tensor | None
+
+    @classmethod
+    def of(cls, buffer: PackBuffer, states: torch.Tensor, copier: Copier, *, verify: bool) -> PackedStates:
+        finite = torch.isfinite(states).all()
+        check = checksum(states) if verify else None
+        return cls(buffer, states, copier.mark(), finite, check)
+
+
+def as_states(tensor: torch.Tensor, *, split: bool) -> States:
+    """Return a slot-shaped tensor as the drafter takes it."""
+    return tuple(tensor.unbind(0)) if split else tensor

@@ -1,0 +1,67 @@
+"""What the leader decided before any rank was launched, as one JSON file that every rank reads. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from remote.protocol.files import write_json
+from remote.protocol.layout import RunLayout
+from remote.protocol.records import read_record
+from trainer.config import TrainConfig
+from trainer.pipeline.layout import Layout
+
+PLAN_VARIABLE = "DFLASH_PLAN"
+"""Environment variable that tells a rank where the plan lies."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Facts all ranks share. `documents` is an .npz with the lengths and candidates that the schedule is computed from."""
+
+    run_id: str
+    run_dir: str
+    config: dict[str, Any]
+    leader_pid: int
+    sockets: str
+    ring_file: str
+    slot_bytes: int
+    slots_per_pair: int
+    captured_layers: int
+    hidden_size: int
+    documents: str
+    data_fingerprint: str
+    total_steps: int
+    first_step: int
+    output_dir: str
+    resume: str = ""
+
+    def train_config(self) -> TrainConfig:
+        return TrainConfig.from_mapping(self.config, "the run's plan")
+
+    def layout(self) -> Layout:
+        return Layout.of(self.train_config())
+
+    @property
+    def run(self) -> RunLayout:
+        return RunLayout(Path(self.run_dir))
+
+    @property
+    def event_address(self) -> Path:
+        return Path(self.sockets) / "events.sock"
+
+    def pair_address(self, target: int, drafter: int) -> Path:
+        """Socket that joins one target to one drafter."""
+        return Path(self.sockets) / f"pair-{target}-{drafter}.sock"
+
+    def save(self, path: Path) -> None:
+        write_json(path, self)
+
+    @classmethod
+    def load(cls, path: Path) -> RunPlan:
+        """Read a plan. Raises FileNotFoundError or ValueError."""
+        plan = read_record(cls, path)
+        if plan is None:
+            raise FileNotFoundError(path)
+        return plan

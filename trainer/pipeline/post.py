@@ -1,0 +1,152 @@
+"""What every rank has, whatever its role: its place among the others, its device, its joint with its peers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainer.config import TrainConfig
+from trainer.data.schedule import Schedule
+from trainer.pipeline import channel
+from trainer.pipeline.channel import PairChannel
+from trainer.pipeline.copier import Copier, make_copier
+from trainer.pipeline.layout import Layout, Role
+from trainer.pipeline.packed import PackBuffer
+from trainer.pipeline.plan import RunPlan
+from trainer.pipeline.reader import packed_length
+from trainer.pipeline.reporting import ProfileTimer
+from trainer.pipeline.ring import Ring
+from trainer.pipeline.world import World
+from trainer.preflight import make_schedule, packing_of
+from trainer.telemetry import PhaseLog, StageClock, Telemetry
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+# Ranks import torch at different speeds on a loaded machine; a peer that is dead is noticed by the launcher anyway.
+_CONNECT_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A rank's end of the ring: its mapping, and by peer index the pair's place in the ring and its socket."""
+
+    ring: Ring
+    pairs: dict[int, int]
+    channels: dict[int, PairChannel]
+
+
+@dataclass(frozen=True)
+class Post:
+    """One rank's place of work. `joint` is None with shared roles."""
+
+    plan: RunPlan
+    config: TrainConfig
+    layout: Layout
+    world: World
+    device: torch.device
+    telemetry: Telemetry
+    phases: PhaseLog
+    clock: StageClock
+    timer: ProfileTimer
+    copier: Copier
+    schedule: Schedule
+    token_ids_seen: NDArray[np.int64]
+    joint: Joint | None
+
+    @property
+    def index(self) -> int:
+        """Index among the machine's ranks of the same role."""
+        return self.layout.index(self.world.local_rank)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.config.dtype]
+
+    def buffers(self, count: int) -> list[PackBuffer]:
+        """Allocate device buffers for the longest packed row, once (rule 7)."""
+        tokens = packed_length(self.config.token_budget, self.config.bucket_tokens)
+        return [
+            PackBuffer.allocate(
+                tokens,
+                self.plan.captured_layers,
+                self.plan.hidden_size,
+                split=self.config.splits_fc,
+                dtype=self.dtype,
+                device=self.device,
+            )
+            for _ in range(count)
+        ]
+
+    def end_of_warm_up(self) -> bool:
+        """Wait until every rank is ready, or wants to stop; True when the run is to end before it began.
+
+        From here on the ring lives in the mappings and the sockets in their connections: their names go.
+        """
+        stop = self.world.barrier(self.plan.run.stop.exists())
+        if self.world.local_rank == self.layout.first_drafter:
+            forget_names(self.plan)
+        return stop
+
+
+def forget_names(plan: RunPlan) -> None:
+    """Remove the ring's file and the sockets' directory, so that no crash can leave them behind."""
+    if plan.ring_file:
+        Path(plan.ring_file).unlink(missing_ok=True)
+    shutil.rmtree(plan.sockets, ignore_errors=True)
+
+
+@contextmanager
+def take_post(plan: RunPlan, world: World, telemetry: Telemetry, phases: PhaseLog) -> Iterator[Post]:
+    """Set up what a rank of any role needs."""
+    config, layout = plan.train_config(), plan.layout()
+    device = torch.device(layout.device_of(world.local_rank))
+    role = layout.role(world.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    clock = StageClock()
+    timer = ProfileTimer(
+        clock, telemetry, interval=config.profile_interval, role=role, device=str(device), rank=world.rank
+    )
+    with np.load(plan.documents) as documents:
+        packing = packing_of(config, documents["lengths"], documents["candidates"])
+        token_ids_seen = documents["token_ids_seen"]
+    yield Post(
+        plan=plan,
+        config=config,
+        layout=layout,
+        world=world,
+        device=device,
+        telemetry=telemetry,
+        phases=phases,
+        clock=clock,
+        timer=timer,
+        copier=make_copier(device),
+        schedule=make_schedule(config, packing, world.machines),
+        token_ids_seen=token_ids_seen,
+        joint=None if layout.shared else _join_peers(plan, layout, role, layout.index(world.local_rank), device),
+    )
+
+
+def _join_peers(plan: RunPlan, layout: Layout, role: Role, index: int, device: torch.device) -> Joint:
+    ring = Ring(Path(plan.ring_file), slot_size=plan.slot_bytes, slots_per_pair=plan.slots_per_pair)
+    if device.type == "cuda":
+        ring.register_with_cuda()
+    places = {pair: place for place, pair in enumerate(layout.pairs)}
+    if role is Role.TARGET:
+        peers = {
+            drafter: channel.connect(plan.pair_address(index, drafter), f"drafter {drafter}", _CONNECT_SECONDS)
+            for drafter in range(layout.drafters)
+        }
+        return Joint(ring, {drafter: places[index, drafter] for drafter in peers}, peers)
+    listeners = {target: channel.listen(plan.pair_address(target, index)) for target in range(layout.targets)}
+    peers = {
+        target: channel.accept(listener, f"target {target}", _CONNECT_SECONDS) for target, listener in listeners.items()
+    }
+    return Joint(ring, {target: places[target, index] for target in peers}, peers)

@@ -1,0 +1,179 @@
+"""What the first drafter rank tells the world: steps, who waits, alarms. It alone writes events."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import dataclass
+
+from remote.protocol import events as ev
+from trainer.pipeline.figures import StepFigures
+from trainer.telemetry import StageClock, Telemetry
+
+TARGET_WAITS = ("wait_buffer", "wait_end")
+DRAFTER_WAITS = ("wait_states", "all_reduce")
+
+# Either side's wait below this share is noise, not a limit.
+_BALANCED = 0.02
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """What the schedule knows of a step without asking any device."""
+
+    epoch: int
+    tokens: int
+    lr: float
+
+
+class Reporter:
+    """Step events with throughput and time left; the alarms that a step's figures call for."""
+
+    def __init__(self, telemetry: Telemetry, *, rank: int, total_steps: int, first_step: int) -> None:
+        self._telemetry = telemetry
+        self._rank = rank
+        self._total_steps = total_steps
+        self._first_step = first_step
+        self._started = time.monotonic()
+        self._last = self._started
+
+    def begin(self) -> None:
+        """Start the clock of the first step."""
+        self._started = self._last = time.monotonic()
+
+    def step(self, figures: StepFigures, traffic: StepTraffic) -> None:
+        now = time.monotonic()
+        done = figures.step - self._first_step + 1
+        left = self._total_steps - figures.step
+        self._telemetry.emit(
+            ev.Step(
+                time=time.time(),
+                rank=self._rank,
+                step=figures.step,
+                total_steps=self._total_steps,
+                epoch=traffic.epoch,
+                loss=figures.loss,
+                accuracy=figures.accuracy,
+                accept_len=figures.accept_len,
+                lr=traffic.lr,
+                grad_norm=figures.grad_norm,
+                tokens=traffic.tokens,
+                tokens_per_second=traffic.tokens / max(now - self._last, 1e-9),
+                eta_seconds=(now - self._started) / done * left,
+                applied=not figures.skipped,
+            )
+        )
+        self._last = now
+        for kind, message in step_alarms(figures):
+            self.alarm(kind, message, figures.step)
+
+    def alarm(self, kind: str, message: str, step: int) -> None:
+        self._telemetry.emit(ev.AlarmRaised(time=time.time(), rank=self._rank, alarm=kind, message=message, step=step))
+
+
+def step_alarms(figures: StepFigures) -> list[tuple[str, str]]:
+    """Return (kind, message) of what is wrong with a step's figures: the signatures of corrupted copies and of divergence."""
+    found: list[tuple[str, str]] = []
+    if figures.torn:
+        found.append(
+            ("torn_metric", "the step's figures carry another step's number: they were read before their copy was done")
+        )
+    if figures.non_finite:
+        found.append(
+            ("non_finite", f"loss {figures.loss}, gradient norm {figures.grad_norm}: the step was not applied")
+        )
+    elif figures.skipped:
+        found.append(("no_supervision", "no supervised position in the whole step: it was not applied"))
+    elif figures.loss <= 0:
+        found.append(("loss_not_positive", f"a cross-entropy of {figures.loss:g} is impossible"))
+    if figures.accuracy == 1.0:
+        found.append(("accuracy_one", "every supervised position is right, which real data never gives"))
+    return found
+
+
+class PipelineProfiler:
+    """Joins the stage profiles of all ranks into one line that says who waits."""
+
+    def __init__(self, telemetry: Telemetry, *, rank: int, ring_capacity: int) -> None:
+        self._telemetry = telemetry
+        self._rank = rank
+        self._ring_capacity = ring_capacity
+        self._lock = threading.Lock()
+        self._latest: dict[int, ev.StageProfile] = {}
+
+    def observe(self, event: ev.Event) -> None:
+        """Take a rank's stage profile (called for every event, from any thread)."""
+        if isinstance(event, ev.StageProfile):
+            with self._lock:
+                self._latest[event.rank] = event
+
+    def emit(self, *, padding: float) -> None:
+        """Emit the pipeline's profile from the newest profile of each rank."""
+        with self._lock:
+            profiles = list(self._latest.values())
+        if profile := summarise(profiles, rank=self._rank, ring_capacity=self._ring_capacity, padding=padding):
+            self._telemetry.emit(profile)
+
+
+def _waiting(profile: ev.StageProfile, names: tuple[str, ...]) -> float:
+    return sum(profile.stages.get(name, 0.0) for name in names)
+
+
+def _side(profiles: list[ev.StageProfile], waits: tuple[str, ...]) -> tuple[float, float]:
+    """Return (tokens per second if nobody had waited, share of time waited) of one side."""
+    unhindered = sum(p.tokens / max(p.interval - _waiting(p, waits), 1e-9) for p in profiles)
+    total = sum(p.interval for p in profiles)
+    return unhindered, sum(_waiting(p, waits) for p in profiles) / total if total else 0.0
+
+
+def summarise(
+    profiles: list[ev.StageProfile], *, rank: int, ring_capacity: int, padding: float
+) -> ev.PipelineProfile | None:
+    """Return the pipeline's profile that follows from the ranks' own; None before a drafter has one."""
+    targets = [profile for profile in profiles if profile.role == "target"]
+    drafters = [profile for profile in profiles if profile.role != "target"]
+    if not drafters:
+        return None
+    target_rate, target_wait = _side(targets, TARGET_WAITS)
+    drafter_rate, drafter_wait = _side(drafters, DRAFTER_WAITS)
+    limits = "neither"
+    if targets and max(target_wait, drafter_wait) > _BALANCED:
+        limits = "targets" if drafter_wait > target_wait else "drafters"
+    return ev.PipelineProfile(
+        time=time.time(),
+        rank=rank,
+        interval=max(profile.interval for profile in drafters),
+        tokens_per_second=sum(p.tokens / max(p.interval, 1e-9) for p in drafters),
+        target_tokens_per_second=target_rate,
+        drafter_tokens_per_second=drafter_rate,
+        target_wait=target_wait,
+        drafter_wait=drafter_wait,
+        ring_bytes=sum(profile.ring_bytes for profile in profiles),
+        ring_capacity=ring_capacity,
+        padding=padding,
+        limits=limits,
+    )
+
+
+class ProfileTimer:
+    """Emits this rank's stage profile once per interval; asked at every micro-batch."""
+
+    def __init__(
+        self, clock: StageClock, telemetry: Telemetry, *, interval: float, role: str, device: str, rank: int
+    ) -> None:
+        self._clock = clock
+        self._telemetry = telemetry
+        self._interval = interval if interval > 0 else math.inf
+        self._role = role
+        self._device = device
+        self._rank = rank
+        self._next = time.monotonic() + self._interval
+
+    def tick(self) -> bool:
+        """Emit the profile when it is due; True if it was."""
+        if time.monotonic() < self._next:
+            return False
+        self._next += self._interval
+        self._telemetry.emit(self._clock.read(role=self._role, device=self._device, rank=self._rank))
+        return True

@@ -1,0 +1,226 @@
+"""The two roles of a rank: load, pass the barrier that ends warm-up, work, finish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from remote.protocol import events as ev
+from remote.protocol.errors import preflight_error
+from trainer import checkpoint
+from trainer.data.documents import open_dataset
+from trainer.data.schedule import MicroBatch
+from trainer.drafter.model import Drafter
+from trainer.drafter.objective import make_vocab_subset
+from trainer.drafter.start import start_from_target
+from trainer.optimizer import StepOptimizer
+from trainer.pipeline.figures import DeferredFigures
+from trainer.pipeline.handover import Receiver, Sender
+from trainer.pipeline.layout import Role
+from trainer.pipeline.plan import RunPlan
+from trainer.pipeline.post import DTYPES, Joint, Post, take_post
+from trainer.pipeline.reader import RowReader
+from trainer.pipeline.receiver import Arrival, Fetcher, PrefetchReceiver, SyncReceiver
+from trainer.pipeline.reporting import PipelineProfiler, Reporter
+from trainer.pipeline.sender import AsyncSender, Publisher, SyncSender
+from trainer.pipeline.session import Desk, DrafterSession, Ends
+from trainer.pipeline.target_side import Producer, SharedReceiver, produce
+from trainer.pipeline.world import join_world
+from trainer.preflight import drafter_config
+from trainer.target.ends import load_ends
+from trainer.target.facts import target_facts
+from trainer.target.load import load_target
+from trainer.target.weights import last_layers
+from trainer.telemetry import EventWriter, PhaseLog, Telemetry
+from trainer.train import TrainResult, train
+
+# Pack buffers of a target, device buffers of a drafter: one in use, one being copied.
+_BUFFERS = 2
+
+
+def run(plan: RunPlan, role: Role, telemetry: Telemetry, phases: PhaseLog) -> None:
+    """Play a role to its end. Raises whatever goes wrong; the caller files it."""
+    layout = plan.layout()
+    if layout.device == "cuda" and not torch.cuda.is_available():
+        raise preflight_error(
+            "there is no usable GPU",
+            cause="torch.cuda.is_available() is False on this machine",
+            hint="check the driver and the container's devices, or train on the CPU with --device cpu",
+        )
+    with (
+        join_world(layout, timeout=plan.train_config().collective_timeout) as world,
+        take_post(plan, world, telemetry, phases) as post,
+    ):
+        if role is Role.TARGET:
+            run_target(post)
+        else:
+            run_drafter(post)
+
+
+def load_producer(post: Post) -> Producer:
+    """Load the target and open the data."""
+    config = post.config
+    with post.phases.phase("loading", f"target {config.target_model} on {post.device}"):
+        facts = target_facts(Path(config.target_model))
+        layer_ids = drafter_config(config, facts).target_layer_ids
+        target = load_target(
+            Path(config.target_model), dtype=post.dtype, device=post.device, target_layer_ids=layer_ids
+        )
+        dataset = open_dataset(Path(config.data_dir), max_length=config.max_length, vocab_size=facts.vocab_size)
+        reader = RowReader(dataset, config.bucket_tokens)
+        return Producer(target, reader, post.clock, device=post.device, verify_copies=config.verify_copies)
+
+
+def run_target(post: Post) -> None:
+    """Produce states until the data ends or the drafters say goodbye."""
+    producer = None if post.plan.run.stop.exists() else load_producer(post)
+    if post.end_of_warm_up() or producer is None:
+        return
+    assert post.joint is not None
+    batches = post.schedule.for_target(post.world.machine, post.index, first_step=post.plan.first_step)
+    with post.phases.phase("training"):
+        sender = make_sender(post, post.joint)
+        produce(producer, until(batches, post.plan.total_steps), sender, post.copier, post.clock, post.timer)
+
+
+def until(batches: Iterator[MicroBatch], last_step: int) -> Iterator[MicroBatch]:
+    """Yield the micro-batches up to a step."""
+    for micro_batch in batches:
+        if micro_batch.step > last_step:
+            return
+        yield micro_batch
+
+
+def make_sender(post: Post, joint: Joint) -> Sender:
+    """Return the target's end of the ring in the configured mode."""
+    publisher = Publisher(joint.ring, post.copier, post.clock, pairs=joint.pairs, channels=joint.channels)
+    shape = {"layers": post.plan.captured_layers, "hidden": post.plan.hidden_size}
+    if post.config.transfer == "sync":
+        return SyncSender(publisher, post.buffers(1)[0], **shape)
+    return AsyncSender(publisher, post.buffers(_BUFFERS), **shape)
+
+
+def make_receiver(post: Post, producer: Producer | None, reporter: Reporter) -> Receiver:
+    """Return where a drafter's states come from: its own target with shared roles, else the ring."""
+    machine, plan = post.world.machine, post.plan
+    batches = until(post.schedule.for_drafter(machine, post.index, first_step=plan.first_step), plan.total_steps)
+    if post.joint is None:
+        assert producer is not None
+        return SharedReceiver(producer, batches, post.buffers(1)[0])
+    fetcher = Fetcher(
+        post.joint.ring,
+        post.copier,
+        pairs=post.joint.pairs,
+        channels=post.joint.channels,
+        alarm=lambda batch, seen: reporter.alarm("wrong_copy", f"batch {batch}: {seen} of drafter {post.index}", 0),
+    )
+    arrivals = (Arrival(each.b, each.target) for each in batches)
+    if post.config.transfer == "sync":
+        return SyncReceiver(fetcher, arrivals, post.buffers(1)[0], post.copier)
+    return PrefetchReceiver(fetcher, arrivals, post.buffers(_BUFFERS), post.copier)
+
+
+def run_drafter(post: Post) -> None:
+    """Train from the first step to the last; with shared roles, run the target too."""
+    producer = None
+    built = None
+    if not post.plan.run.stop.exists() and post.layout.shared:
+        producer = load_producer(post)
+    if not post.plan.run.stop.exists():
+        built = build_drafter(post)
+    if post.end_of_warm_up() or built is None:
+        _finish(post, TrainResult("stopped", post.plan.first_step - 1, None), None)
+        return
+    session = make_session(post, producer, *built)
+    with post.phases.phase("training"):
+        outcome = train(session)
+    session.close()
+    _finish(post, outcome, session)
+
+
+def build_drafter(post: Post) -> tuple[Drafter, StepOptimizer, Ends]:
+    """Make the drafter, fresh, started from the target or restored, and load the target's two ends."""
+    config, plan = post.config, post.plan
+    with post.phases.phase("loading", f"drafter on {post.device}"):
+        facts = target_facts(Path(config.target_model))
+        torch.manual_seed(config.seed)
+        drafter = Drafter(drafter_config(config, facts))
+        if config.init_from_target == "on" and not plan.resume:
+            start_from_target(drafter, *last_layers(facts, config.drafter_layers))
+        masters = torch.float64 if config.dtype == "float64" else torch.float32
+        drafter.to(device=post.device, dtype=masters)
+        optimizer = StepOptimizer(drafter, config, plan.total_steps)
+        if plan.resume:
+            checkpoint.restore(Path(plan.resume), drafter, optimizer)
+        embed, head = load_ends(Path(config.target_model), DTYPES[config.dtype], post.device)
+        subset = None
+        if config.loss_vocab_extra >= 0:
+            tokens = make_vocab_subset(post.token_ids_seen, facts.vocab_size, config.loss_vocab_extra, config.seed)
+            subset = torch.from_numpy(tokens).to(post.device)
+            head = head[subset].contiguous()
+        return drafter, optimizer, Ends(embed, head, subset)
+
+
+def make_session(
+    post: Post, producer: Producer | None, drafter: Drafter, optimizer: StepOptimizer, ends: Ends
+) -> DrafterSession:
+    """Join the pieces of a drafter's work."""
+    plan, rank = post.plan, post.world.rank
+    reporter = Reporter(post.telemetry, rank=rank, total_steps=plan.total_steps, first_step=plan.first_step)
+    desk = None
+    if isinstance(post.telemetry, EventWriter):
+        capacity = plan.slot_bytes * plan.slots_per_pair * len(post.layout.pairs)
+        profiler = PipelineProfiler(post.telemetry, rank=rank, ring_capacity=capacity)
+        post.telemetry.observe(profiler.observe)
+        desk = Desk(post.telemetry, reporter, profiler)
+        _announce(post)
+    return DrafterSession(
+        plan=plan,
+        config=post.config,
+        world=post.world,
+        device=post.device,
+        schedule=post.schedule,
+        index=post.index,
+        drafter=drafter,
+        optimizer=optimizer,
+        ends=ends,
+        receiver=make_receiver(post, producer, reporter),
+        figures=DeferredFigures(post.copier, post.device),
+        clock=post.clock,
+        timer=post.timer,
+        desk=desk,
+    )
+
+
+def _announce(post: Post) -> None:
+    plan = post.plan
+    post.telemetry.emit(
+        ev.RunStarted(
+            time=time.time(),
+            run_id=plan.run_id,
+            topology=post.layout.describe(),
+            total_steps=plan.total_steps,
+            first_step=plan.first_step,
+            resumed_from=plan.resume,
+        )
+    )
+
+
+def _finish(post: Post, outcome: TrainResult, session: DrafterSession | None) -> None:
+    if not isinstance(post.telemetry, EventWriter):
+        return
+    post.telemetry.emit(
+        ev.RunFinished(
+            time=time.time(),
+            result=outcome.result,
+            step=outcome.step,
+            checkpoint=str(outcome.checkpoint or ""),
+            seconds=session.seconds if session else 0.0,
+            tokens=session.trained_tokens if session else 0,
+            first_loss=session.first_loss if session else 0.0,
+            last_loss=session.last_loss if session else 0.0,
+        )
+    )

@@ -1,0 +1,275 @@
+"""A drafter rank at work: the pieces of a training step, each one call of trainer.train."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from remote.protocol import events as ev
+from remote.protocol.errors import DflashError
+from remote.protocol.records import StopRequest, read_record
+from trainer import checkpoint, checkpoint_files
+from trainer.checkpoint_files import TrainerState
+from trainer.config import TrainConfig
+from trainer.data.schedule import MicroBatch, Schedule
+from trainer.drafter.blocks import Blocks, build_blocks
+from trainer.drafter.config import gamma_for
+from trainer.drafter.model import Drafter
+from trainer.drafter.noise import Noise
+from trainer.drafter.objective import ObjectiveSums
+from trainer.drafter.step import drafter_forward
+from trainer.optimizer import StepOptimizer, StepOutcome
+from trainer.pipeline.figures import DeferredFigures, StepFigures, StepSums
+from trainer.pipeline.handover import Receiver
+from trainer.pipeline.packed import PackedRow, RowTokens
+from trainer.pipeline.plan import RunPlan
+from trainer.pipeline.reporting import PipelineProfiler, ProfileTimer, Reporter, StepTraffic
+from trainer.pipeline.world import World
+from trainer.telemetry import StageClock, Telemetry
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The target's embedding f[V, H] and head f[V', H], frozen; `subset` i64[V'] when the softmax runs over some tokens only."""
+
+    embed: torch.Tensor
+    head: torch.Tensor
+    subset: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What the first drafter rank has more than the others: it reports, watches for a stop and saves."""
+
+    telemetry: Telemetry
+    reporter: Reporter
+    profiler: PipelineProfiler
+
+
+@dataclass
+class DrafterSession:
+    """The state of one drafter rank. `desk` is None on all drafters but the machine's first."""
+
+    plan: RunPlan
+    config: TrainConfig
+    world: World
+    device: torch.device
+    schedule: Schedule
+    index: int
+    drafter: Drafter
+    optimizer: StepOptimizer
+    ends: Ends
+    receiver: Receiver
+    figures: DeferredFigures
+    clock: StageClock
+    timer: ProfileTimer
+    desk: Desk | None
+    padding: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.step = self.plan.first_step - 1
+        self.last_checkpoint: Path | None = Path(self.plan.resume) if self.plan.resume else None
+        self.first_loss = self.last_loss = 0.0
+        self.trained_tokens = 0
+        self._gamma = self.config.gamma or gamma_for(self.config.block_size)
+        self._traffic: dict[int, StepTraffic] = {}
+        self._began = time.monotonic()
+        self._model: torch.nn.Module = self.drafter
+        if self.world.drafter_count > 1:
+            ids = [self.device.index] if self.device.type == "cuda" else None
+            # Views into the buckets save a second copy of all gradients.
+            self._model = DistributedDataParallel(
+                self.drafter, device_ids=ids, process_group=self.world.drafters, gradient_as_bucket_view=True
+            )
+
+    def steps(self) -> Iterator[int]:
+        """Yield the steps of this run."""
+        self._began = time.monotonic()
+        if self.desk is not None:
+            self.desk.reporter.begin()
+        yield from range(self.plan.first_step, self.plan.total_steps + 1)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the first step began."""
+        return time.monotonic() - self._began
+
+    @property
+    def is_last(self) -> bool:
+        return self.step == self.plan.total_steps
+
+    def begin_step(self, step: int) -> StepSums:
+        """Return empty sums; the first drafter's carry whether a stop is wanted."""
+        self.step = step
+        return StepSums(
+            self.config.block_size, self.device, stop_wanted=self.desk is not None and self.plan.run.stop.exists()
+        )
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """Return what this drafter trains in a step, in ascending order."""
+        everybody = self.schedule.step(step)
+        self._traffic[step] = StepTraffic(
+            epoch=everybody[0].epoch,
+            tokens=sum(each.row.tokens for each in everybody),
+            lr=self.optimizer.learning_rate(step),
+        )
+        mine = (self.world.machine, self.index)
+        return [each for each in everybody if (each.machine, each.drafter) == mine]
+
+    def receive(self, micro_batch: MicroBatch) -> PackedRow:
+        """Wait for the states of a micro-batch."""
+        with self.clock.stage("wait_states"):
+            return self.receiver.receive(micro_batch.b)
+
+    def release(self, row: PackedRow) -> None:
+        self.clock.add_tokens(row.row.tokens)
+        self.receiver.release(row)
+
+    def backward(self, packed: PackedRow, *, last: bool) -> ObjectiveSums:
+        """Run the drafter forward and backward on a row; gradients of the SUM accumulate. `last`: of this drafter's step."""
+        with self.clock.stage("blocks"):
+            blocks = self._blocks(packed.row).to(self.device, non_blocking=True)
+        together = isinstance(self._model, DistributedDataParallel) and not last
+        with self._model.no_sync() if together else contextlib.nullcontext():  # pyright: ignore
+            with self.clock.stage("forward"), self._autocast():
+                sums = drafter_forward(
+                    self._model,
+                    self.ends.embed,
+                    self.ends.head,
+                    packed.states,
+                    blocks,
+                    num_target_layer_ids=self.plan.captured_layers,
+                    chunk_rows=self.config.objective_rows,
+                    vocab_subset=self.ends.subset,
+                    noise=Noise(self.config.noise_std, self.config.seed, packed.row.epoch),
+                )
+            with self.clock.stage("backward"):
+                sums.loss_sum.backward()
+        return sums
+
+    def _autocast(self) -> torch.autocast:
+        # Masters stay float32; matrix products run in bfloat16. float32 and float64 runs compute as they store.
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
+
+    def _blocks(self, row: RowTokens) -> Blocks:
+        return build_blocks(
+            row.input_ids.numpy(),
+            row.loss_mask.numpy(),
+            row.document_ids.numpy(),
+            row.position_ids.numpy(),
+            seed=self.config.seed,
+            epoch=row.epoch,
+            num_anchors=self.config.num_anchors,
+            row_budget=self.config.row_anchors * self.config.block_size,
+            block_size=self.config.block_size,
+            mask_token_id=self.config.mask_token_id,
+            gamma=self._gamma,
+        )
+
+    def apply(self, step: int, sums: StepSums) -> StepOutcome:
+        """Sum the figures over the drafters and apply the optimizer step."""
+        with self.clock.stage("all_reduce"):
+            self.world.sum_over_drafters(sums.values)
+        with self.clock.stage("optimizer"):
+            return self.optimizer.apply(
+                step, loss_sum=sums.loss_sum, weight_sum=sums.weight_sum, drafters=self.world.drafter_count
+            )
+
+    def report(self, step: int, sums: StepSums, outcome: StepOutcome) -> bool:
+        """Report the figures that are due; True when the drafters have agreed to stop. Raises DflashError on NaN."""
+        stops = [self._report_one(figures) for figures in self.figures.push(step, sums, outcome)]
+        return any(stops)
+
+    def report_rest(self) -> None:
+        """Report the figures of the last step."""
+        for figures in self.figures.flush():
+            self._report_one(figures)
+
+    def _report_one(self, figures: StepFigures) -> bool:
+        traffic = self._traffic.pop(figures.step)
+        self.trained_tokens += traffic.tokens
+        self.last_loss = figures.loss
+        if figures.step == self.plan.first_step:
+            self.first_loss = figures.loss
+        if self.desk is not None:
+            self.desk.reporter.step(figures, traffic)
+        if figures.non_finite and self.config.on_nan == "stop":
+            raise DflashError(
+                f"step {figures.step} is not finite",
+                cause=f"loss {figures.loss}, gradient norm {figures.grad_norm}; the step was not applied to the weights",
+                hint="resume from the last checkpoint with a lower --lr, or go on regardless with --on-nan continue",
+            )
+        return figures.stop
+
+    def profile_if_due(self) -> None:
+        """Emit this rank's stage profile and, at the desk, the pipeline's."""
+        if self.timer.tick() and self.desk is not None:
+            self.desk.profiler.emit(padding=self.padding)
+
+    def checkpoint_due(self, step: int) -> bool:
+        every = self.config.checkpoint_every
+        return step == self.plan.total_steps or (every > 0 and step % every == 0)
+
+    def save(self, step: int) -> None:
+        """Save a checkpoint from the first drafter; the others wait for it in the next collective.
+
+        Not when it was a stop that asked for none.
+        """
+        if (request := stop_request(self.plan)) is not None and not request.checkpoint:
+            return
+        if self.desk is None or self.world.machine != 0:
+            self.last_checkpoint = checkpoint_files.step_directory(Path(self.plan.output_dir), step)
+            return
+        telemetry = self.desk.telemetry
+
+        def progress(written: int, total: int) -> None:
+            telemetry.emit(
+                ev.SaveProgress(time=time.time(), rank=self.world.rank, step=step, written=written, total=total)
+            )
+
+        with self.clock.stage("checkpoint"):
+            state = TrainerState(
+                step=step,
+                total_steps=self.plan.total_steps,
+                data_fingerprint=self.plan.data_fingerprint,
+                config=self.plan.config,
+                run_id=self.plan.run_id,
+                loss=self.last_loss,
+            )
+            output_dir = Path(self.plan.output_dir)
+            saved = checkpoint.save(
+                output_dir, state, self.drafter, self.optimizer, dtype=self.config.dtype, progress=progress
+            )
+            checkpoint_files.rotate(output_dir, self.config.keep_checkpoints)
+        self.last_checkpoint = saved.path
+        telemetry.emit(
+            ev.CheckpointSaved(
+                time=time.time(),
+                rank=self.world.rank,
+                step=step,
+                path=str(saved.path),
+                bytes=saved.bytes,
+                seconds=saved.seconds,
+            )
+        )
+
+    def close(self) -> None:
+        """Say goodbye to the targets and wait for the other drafters."""
+        self.receiver.close()
+        if self.world.drafter_count > 1:
+            distributed.barrier(group=self.world.drafters)
+
+
+def stop_request(plan: RunPlan) -> StopRequest | None:
+    """Return the run's stop request, None when nobody asked. A request that cannot be read asks for an ordinary stop."""
+    try:
+        return read_record(StopRequest, plan.run.stop)
+    except ValueError:
+        return StopRequest(deadline=0.0, by="unreadable stop.json")

@@ -1,0 +1,95 @@
+"""What a target does: read, forward, pack; then hand over, to another process through the ring or to itself (shared roles)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from trainer.data.schedule import MicroBatch
+from trainer.pipeline.copier import Copier
+from trainer.pipeline.handover import Sender, StreamClosed
+from trainer.pipeline.packed import PackBuffer, PackedRow, PackedStates, as_states
+from trainer.pipeline.reader import ReadRow, RowReader
+from trainer.pipeline.reporting import ProfileTimer
+from trainer.pipeline.slots import is_sampled
+from trainer.target.capture import Target
+from trainer.telemetry import StageClock
+
+
+class Producer:
+    """One target with its reader: turns micro-batches into packed states."""
+
+    def __init__(
+        self, target: Target, reader: RowReader, clock: StageClock, *, device: torch.device, verify_copies: str
+    ) -> None:
+        self._target = target
+        self._reader = reader
+        self._clock = clock
+        self._device = device
+        self._verify = verify_copies
+
+    def read(self, micro_batch: MicroBatch) -> ReadRow:
+        with self._clock.stage("read"):
+            return self._reader.read(micro_batch)
+
+    def states(self, read: ReadRow, buffer: PackBuffer) -> torch.Tensor:
+        """Run the target and pack what it captured into `buffer`, on the same stream (rule 1)."""
+        with self._clock.stage("forward"):
+            captured = self._target.capture(read.padded.to(self._device), read.lengths)
+        with self._clock.stage("pack"):
+            # The captured outputs die with this frame, before the next forward (rule 11).
+            states = buffer.pack(captured, read.lengths, len(read.row.input_ids))
+        self._clock.add_tokens(read.row.tokens)
+        return states
+
+    def verifies(self, batch: int) -> bool:
+        return self._verify == "all" or (self._verify == "sample" and is_sampled(batch))
+
+
+def produce(
+    producer: Producer,
+    batches: Iterator[MicroBatch],
+    sender: Sender,
+    copier: Copier,
+    clock: StageClock,
+    timer: ProfileTimer,
+) -> None:
+    """Feed the drafters until the data ends or they say goodbye. Raises PeerDied."""
+    try:
+        for micro_batch in batches:
+            read = producer.read(micro_batch)
+            with clock.stage("wait_buffer"):
+                buffer = sender.buffer()
+            states = producer.states(read, buffer)
+            packed = PackedStates.of(buffer, states, copier, verify=producer.verifies(micro_batch.b))
+            with clock.stage("publish"):
+                sender.send(packed, read.row, micro_batch.drafter)
+            timer.tick()
+    except StreamClosed:
+        pass  # The drafters have stopped.
+    with clock.stage("wait_end"):
+        sender.close()
+
+
+class SharedReceiver:
+    """The handover of shared roles: the drafter's own process runs the target, and the pack buffer is what it trains on."""
+
+    def __init__(self, producer: Producer, batches: Iterator[MicroBatch], buffer: PackBuffer) -> None:
+        self._producer = producer
+        self._batches = batches
+        self._buffer = buffer
+
+    def receive(self, batch: int) -> PackedRow:
+        micro_batch = next(self._batches)
+        if micro_batch.b != batch:
+            raise ValueError(f"the drafter asked for batch {batch}, the schedule says {micro_batch.b}")
+        read = self._producer.read(micro_batch)
+        states = self._producer.states(read, self._buffer)
+        return PackedRow(read.row, as_states(states, split=self._buffer.split))
+
+    def release(self, row: PackedRow) -> None:
+        return  # One stream: the next pack is enqueued behind the backward that reads the buffer.
+
+    def close(self) -> None:
+        return

@@ -1,0 +1,70 @@
+"""The process groups of a run: all ranks (gloo, for the barrier that ends warm-up), and the drafters among themselves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from trainer.pipeline.layout import Layout, Role
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among the others. `drafters` is the drafters' group over all machines, None on a pure target."""
+
+    rank: int
+    local_rank: int
+    machine: int
+    machines: int
+    drafters: distributed.ProcessGroup | None
+    drafter_count: int
+
+    def barrier(self, stop_wanted: bool) -> bool:
+        """Wait for all ranks; True everywhere if any of them wants to stop."""
+        flag = torch.tensor(int(stop_wanted))
+        distributed.all_reduce(flag, op=distributed.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def sum_over_drafters(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all drafters, in place."""
+        if self.drafter_count > 1:
+            distributed.all_reduce(values, group=self.drafters)
+        return values
+
+
+@contextmanager
+def join_world(layout: Layout, *, timeout: float) -> Iterator[World]:
+    """Join the process groups that torch's launcher describes in the environment, and leave them at the end.
+
+    `timeout` (seconds) bounds every collective: none waits for ever for a dead or hanging peer.
+    """
+    limit = timedelta(seconds=timeout)
+    # Ranks' own collectives go over gloo: the world group only carries a stop flag. NCCL is for the drafters' gradients.
+    distributed.init_process_group("gloo", timeout=limit)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    machines = int(os.environ["GROUP_WORLD_SIZE"])
+    drafter_ranks = [
+        machine * layout.ranks + local
+        for machine in range(machines)
+        for local in range(layout.ranks)
+        if layout.role(local) is not Role.TARGET
+    ]
+    group = distributed.new_group(drafter_ranks, timeout=limit, backend="nccl" if layout.device == "cuda" else "gloo")
+    is_drafter = layout.role(local_rank) is not Role.TARGET
+    try:
+        yield World(
+            rank=distributed.get_rank(),
+            local_rank=local_rank,
+            machine=int(os.environ["GROUP_RANK"]),
+            machines=machines,
+            drafters=group if is_drafter and isinstance(group, distributed.ProcessGroup) else None,
+            drafter_count=len(drafter_ranks),
+        )
+    finally:
+        distributed.destroy_process_group()

@@ -1,0 +1,152 @@
+"""Everything about a run that can be judged before anything is launched: model, data, mask token, layers, space. Torch-free."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from remote.protocol.errors import preflight_error, usage_error
+from trainer.config import TrainConfig
+from trainer.data.documents import Dataset, open_dataset
+from trainer.data.schedule import Packing, Schedule
+from trainer.drafter.config import DrafterConfig, derive
+from trainer.pipeline.layout import Layout
+from trainer.pipeline.slots import ITEM_BYTES, slot_bytes
+from trainer.target.facts import TargetFacts, target_facts
+
+SHARED_MEMORY = Path("/dev/shm")
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the preflight found, so that the leader need not look again."""
+
+    config: TrainConfig
+    facts: TargetFacts
+    drafter: DrafterConfig
+    dataset: Dataset
+    schedule: Schedule
+    total_steps: int
+
+
+def drafter_config(config: TrainConfig, facts: TargetFacts) -> DrafterConfig:
+    """Return the drafter that the configuration and the target give. Raises a preflight error for impossible ids."""
+    if config.mask_token_id < 0:
+        raise usage_error(
+            "mask_token_id is not set",
+            cause="a drafter needs a token of the target's vocabulary that never occurs in text",
+            hint="name an unused special token with --mask-token-id (Qwen3.6: 248070)",
+        )
+    return derive(
+        dict(facts.text_config),
+        num_layers=config.drafter_layers,
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        target_layer_ids=config.target_layer_ids or None,
+        num_target_layer_ids=config.captured_layers,
+        sliding_window=config.sliding_window,
+        layer_types=config.attention,
+        num_attention_heads=config.drafter_heads or None,
+        num_key_value_heads=config.drafter_kv_heads or None,
+        head_dim=config.drafter_head_dim or None,
+        intermediate_size=config.drafter_ffn or None,
+        rope_theta=config.drafter_rope_theta or None,
+    )
+
+
+def make_schedule(config: TrainConfig, packing: Packing, machines: int = 1) -> Schedule:
+    """Return the run's schedule; ranks compute the same one from the same lengths."""
+    layout = Layout.of(config).counts(machines)
+    return Schedule(packing, layout, epochs=config.epochs, micro_batches_per_step=config.micro_batches_per_step)
+
+
+def ring_size(config: TrainConfig, drafter: DrafterConfig) -> tuple[int, int]:
+    """Return (bytes of a slot, slots of each pair). Raises a preflight error when the bound holds fewer than two slots a pair.
+
+    A pair with one slot would make the target wait for every copy in.
+    """
+    tokens = -(-config.token_budget // config.bucket_tokens) * config.bucket_tokens
+    width = len(drafter.target_layer_ids) * drafter.hidden_size
+    size = slot_bytes(tokens, width, ITEM_BYTES[config.dtype])
+    pairs = len(Layout.of(config).pairs)
+    if pairs == 0:
+        return size, 0
+    slots = config.ring_mib * _MIB // (size * pairs)
+    if slots < 2:
+        need = -(-2 * pairs * size // _MIB)
+        raise preflight_error(
+            f"ring_mib = {config.ring_mib} is too small",
+            cause=f"{pairs} pairs need two slots of {size / _MIB:.1f} MiB each, {need} MiB together",
+            hint=f"set ring_mib to {need} or more, or lower token_budget",
+        )
+    # More than a step's micro-batches in flight serve nothing: they only make a stop throw more work away.
+    return size, min(slots, max(2, config.micro_batches_per_step))
+
+
+def _free(path: Path) -> int:
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def _need_space(path: Path, need: int, what: str, hint: str) -> None:
+    free = _free(path)
+    if need > free:
+        raise preflight_error(
+            f"no space left for {what}",
+            cause=f"{path} has {free / _MIB:.0f} MiB free, {need / _MIB:.0f} MiB are needed",
+            hint=hint,
+        )
+
+
+def parameter_count(drafter: DrafterConfig) -> int:
+    """Return the number of the drafter's parameters; Qwen3.6-27B's has 1,730,213,120."""
+    hidden, head_dim = drafter.hidden_size, drafter.head_dim
+    attention = 2 * hidden * head_dim * (drafter.num_attention_heads + drafter.num_key_value_heads) + 2 * head_dim
+    layer = attention + 3 * hidden * drafter.intermediate_size + 2 * hidden
+    return drafter.num_hidden_layers * layer + len(drafter.target_layer_ids) * hidden * hidden + 2 * hidden
+
+
+def check_space(config: TrainConfig, drafter: DrafterConfig, output_dir: Path) -> None:
+    """Raise a preflight error when the ring or the checkpoints do not fit."""
+    size, slots = ring_size(config, drafter)
+    pairs = len(Layout.of(config).pairs)
+    _need_space(SHARED_MEMORY, size * slots * pairs, "the ring", "lower ring_mib, or free shared memory")
+    # Master weights and two moments; one more than is kept exists while the newest is written.
+    masters = parameter_count(drafter) * max(4, ITEM_BYTES[config.dtype])
+    need = 3 * masters * (min(config.keep_checkpoints, 2) + 1)
+    _need_space(output_dir, need, "checkpoints", "free space there, lower keep_checkpoints, or name another output_dir")
+
+
+def preflight(config: TrainConfig, output_dir: Path) -> Prepared:
+    """Check everything and return what was found. Raises DflashError (2 or 7) for the first thing that is wrong."""
+    if not config.target_model or not config.data_dir:
+        key = "target_model" if not config.target_model else "data_dir"
+        raise usage_error(
+            f"{key} is not set", cause="there is nothing to train on", hint=f"name it with --{key.replace('_', '-')}"
+        )
+    facts = target_facts(Path(config.target_model))
+    drafter = drafter_config(config, facts)
+    dataset = open_dataset(Path(config.data_dir), max_length=config.max_length, vocab_size=facts.vocab_size)
+    check_space(config, drafter, output_dir)
+    schedule = make_schedule(config, packing_of(config, dataset.lengths, dataset.candidates))
+    total = min(schedule.total_steps, config.max_steps) if config.max_steps else schedule.total_steps
+    return Prepared(config, facts, drafter, dataset, schedule, total)
+
+
+def packing_of(config: TrainConfig, lengths: NDArray[np.int32], candidates: NDArray[np.int32]) -> Packing:
+    """Return what rows are packed from: int32[n] lengths and anchor candidates of the documents."""
+    return Packing(
+        lengths=lengths,
+        candidates=candidates,
+        seed=config.seed,
+        token_budget=config.token_budget,
+        bucket_tokens=config.bucket_tokens,
+        # Every document of a row gets one anchor at least.
+        max_documents=config.row_anchors,
+    )

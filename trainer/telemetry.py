@@ -1,0 +1,199 @@
+"""Events from every rank to one file, and the clock that knows who waits.
+
+The first drafter rank alone writes events.jsonl and prints the log line of each event; every other rank sends its events
+to it over a datagram socket, from its first line on. Nothing here imports torch: even that import is a reported phase.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from remote.protocol import events as ev
+
+EventSink = Callable[[ev.Event], None]
+
+
+class Telemetry(Protocol):
+    """Where a rank's events go."""
+
+    def emit(self, event: ev.Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EventWriter:
+    """The writing end: appends to events.jsonl, prints the line, and receives what the other ranks send.
+
+    A disk that is full must not end a run that trains well: the line is printed, the loss of the event is said once.
+    """
+
+    def __init__(self, events_file: Path, address: Path | None, *, observer: EventSink | None = None) -> None:
+        self._file = os.open(events_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._write_lock = threading.Lock()
+        self._write_failed = False
+        self._observer = observer
+        self._wake_read, self._wake_write = os.pipe()
+        self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        if address is not None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._socket.bind(str(address))
+            self._thread = threading.Thread(target=self._receive, name="events", daemon=True)
+            self._thread.start()
+
+    def observe(self, observer: EventSink) -> None:
+        """Call `observer` for every event from now on (from the receiving thread too)."""
+        self._observer = observer
+
+    def emit(self, event: ev.Event) -> None:
+        line = ev.encode(event)
+        with self._write_lock:
+            self._append(line)
+            # One write call: the ranks share the log file, and O_APPEND keeps lines of one write whole.
+            sys.stdout.write(ev.render_line(event) + "\n")
+            sys.stdout.flush()
+        if self._observer is not None:
+            self._observer(event)
+
+    def _append(self, line: str) -> None:
+        try:
+            os.write(self._file, line.encode("ascii") + b"\n")
+            self._write_failed = False
+        except OSError as error:
+            if not self._write_failed:
+                print(f"events.jsonl cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+            self._write_failed = True
+
+    def _receive(self) -> None:
+        assert self._socket is not None
+        while True:
+            ready, _, _ = select.select([self._socket, self._wake_read], [], [])
+            if self._socket in ready:
+                event = ev.decode(self._socket.recv(1 << 16))
+                if event is not None:
+                    self.emit(event)
+            elif self._wake_read in ready:  # Only once the socket is drained.
+                return
+
+    def close(self) -> None:
+        """Write what has arrived, end the thread, close the file."""
+        if self._thread is not None and self._socket is not None:
+            os.write(self._wake_write, b"x")
+            self._thread.join()
+            self._socket.close()
+        for descriptor in (self._file, self._wake_read, self._wake_write):
+            os.close(descriptor)
+
+
+class EventSender:
+    """The sending end of every other rank. Events wait here until the writer has bound its socket."""
+
+    def __init__(self, address: Path) -> None:
+        self._address = str(address)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._connected = False
+        self._waiting: deque[bytes] = deque(maxlen=1000)
+        self._lock = threading.Lock()
+
+    def emit(self, event: ev.Event) -> None:
+        with self._lock:
+            self._waiting.append(ev.encode(event).encode("ascii"))
+            self._flush()
+
+    def _flush(self) -> None:
+        # Connecting once keeps the socket usable after its directory has been removed.
+        try:
+            if not self._connected:
+                self._socket.connect(self._address)
+                self._connected = True
+            while self._waiting:
+                self._socket.send(self._waiting[0])
+                self._waiting.popleft()
+        except (FileNotFoundError, ConnectionRefusedError):
+            return  # Not bound yet, or the writer has ended: the next event tries again.
+
+    def close(self) -> None:
+        with self._lock:
+            self._flush()
+            self._socket.close()
+
+
+class StageClock:
+    """Seconds per stage of one rank, with the waits among them; read and reset once per profile interval."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._tokens = 0
+        self._since = time.monotonic()
+        self._lock = threading.Lock()
+        self.ring_bytes = 0
+        """Newest fill of this target's share of the ring."""
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count the time of the block under `name`."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(name, time.monotonic() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def add_tokens(self, tokens: int) -> None:
+        """Count non-padding tokens."""
+        with self._lock:
+            self._tokens += tokens
+
+    def read(self, *, role: str, device: str, rank: int) -> ev.StageProfile:
+        """Return the interval's profile and begin the next interval."""
+        with self._lock:
+            now = time.monotonic()
+            profile = ev.StageProfile(
+                time=time.time(),
+                rank=rank,
+                role=role,
+                device=device,
+                interval=now - self._since,
+                tokens=self._tokens,
+                stages=dict(self._seconds),
+                ring_bytes=self.ring_bytes,
+            )
+            self._seconds, self._tokens, self._since = {}, 0, now
+            return profile
+
+
+class PhaseLog:
+    """Reports the phases of a rank and remembers the current one, which a crash is filed under."""
+
+    def __init__(self, telemetry: Telemetry, *, role: str, rank: int) -> None:
+        self._telemetry = telemetry
+        self._role = role
+        self._rank = rank
+        self.current = "starting"
+
+    @contextlib.contextmanager
+    def phase(self, name: str, detail: str = "") -> Iterator[None]:
+        """Report the phase at its beginning and, with its seconds, at its end."""
+        self.current = name
+        self._report(name, detail, 0.0)
+        start = time.monotonic()
+        yield
+        self._report(name, detail, time.monotonic() - start)
+
+    def _report(self, name: str, detail: str, seconds: float) -> None:
+        self._telemetry.emit(
+            ev.Phase(time=time.time(), rank=self._rank, role=self._role, phase=name, detail=detail, seconds=seconds)
+        )

@@ -102,26 +102,27 @@ def lifecycle_of(run: RunLayout, tail: Tail | None = None) -> Lifecycle:
     two free locks make the file conclusive.
     """
     supervised, occupied = is_held(run.sup_lock), is_held(run.run_lock)
+    tail = tail or Tail.of(run)
     if supervised:
-        return _supervised(run)
+        return _supervised(run, tail)
     if occupied:
         return Lifecycle.ORPHANED
     record, _ = readable(ExitRecord, run, "exit.json")
     result = record.result if record is not None else ""
     if not result:
-        finished = (tail or Tail.of(run)).finished
-        result = finished.result if finished is not None else ""
+        result = tail.finished.result if tail.finished is not None else ""
     return Lifecycle(result) if result in ("finished", "stopped", "failed") else Lifecycle.LOST
 
 
-def _supervised(run: RunLayout) -> Lifecycle:
+def _supervised(run: RunLayout, tail: Tail) -> Lifecycle:
     state, _ = readable(RunState, run, "state.json")
-    if state is not None and state.state in ("starting", "running", "stopping"):
+    if state is not None and state.state in ("running", "stopping"):
         return Lifecycle(state.state)
-    # state.json is missing, garbage, or already tells the end while the supervisor clears up.
+    # state.json is missing or garbage, tells the end already while the supervisor clears up, or says `starting`, which a
+    # step that the supervisor has not read yet makes untrue.
     if read_stop(run) is not None:
         return Lifecycle.STOPPING
-    return Lifecycle.RUNNING if Tail.of(run).step is not None else Lifecycle.STARTING
+    return Lifecycle.RUNNING if tail.step is not None else Lifecycle.STARTING
 
 
 def status_of(run: RunLayout) -> RunStatus:

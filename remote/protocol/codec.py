@@ -11,7 +11,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -72,7 +73,8 @@ def _to_float(value: float, where: str) -> float:
 
 
 def _coerce(hint: Any, value: Any, where: str) -> Any:
-    options: tuple[Any, ...] = get_args(hint) if not isinstance(hint, type) and get_args(hint) else (hint,)
+    # Only a union's arguments are alternatives; those of dict and tuple are their items.
+    options: tuple[Any, ...] = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
     if float in options:
@@ -89,7 +91,7 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
 
 
 def _coerce_container(hint: Any, value: Any, where: str) -> Any:
-    origin = getattr(hint, "__origin__", None)
+    origin = get_origin(hint)
     if origin is tuple and isinstance(value, list):
         (item_hint, *_) = get_args(hint)
         return tuple(_coerce(item_hint, item, where) for item in cast("list[Any]", value))

@@ -149,7 +149,7 @@ class AgentClient:
     def rollback(self, to: str) -> dict[str, Any]:
         """Make release `to` current ("" for the one before the current one)."""
         with self.call("rollback", {"to": to}) as answer:
-            return answer.drain()
+            return answer.drain() | {"root": answer.hello.get("root", self.root)}
 
 
 def _status(data: Any) -> RunStatus:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +38,11 @@ class Destinations:
 
     schema: int = SCHEMA
     current: str = ""
-    known: dict[str, Destination] = dataclasses.field(default_factory=dict[str, Destination])
+    known: tuple[Destination, ...] = ()
+
+    def get(self, key: str) -> Destination | None:
+        """Return the destination of that key."""
+        return next((destination for destination in self.known if destination.key == key), None)
 
 
 class DestinationStore:
@@ -64,16 +67,16 @@ class DestinationStore:
     def current(self) -> Destination | None:
         """Return the destination of the last deploy, None before the first."""
         remembered = self.load()
-        return remembered.known.get(remembered.current)
+        return remembered.get(remembered.current)
 
     def get(self, host: str, ct: str) -> Destination | None:
         """Return what is remembered of one destination."""
-        return self.load().known.get(Destination(host, ct).key)
+        return self.load().get(Destination(host, ct).key)
 
     def remember(self, destination: Destination, *, make_current: bool) -> None:
         """Store `destination`, in place of what was known of it."""
         with locked(self.path.with_suffix(".lock")):
             old = self.load()
-            known = {**old.known, destination.key: destination}
+            others = tuple(other for other in old.known if other.key != destination.key)
             current = destination.key if make_current else old.current
-            replace_file(self.path, dumps(Destinations(current=current, known=known), indent=1) + "\n")
+            replace_file(self.path, dumps(Destinations(current=current, known=(*others, destination)), indent=1) + "\n")

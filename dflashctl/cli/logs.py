@@ -48,10 +48,12 @@ def verb(
     try:
         with choose_view(as_json=common.as_json, raw=raw) as view:
             result = _pump(follower, view)
+            # Stalls are noticed by the supervisor and stand in no log.
+            alarms = view.alarms or (follow and bool(session.client.status(str(result.get("run", run))).alarms))
     except KeyboardInterrupt:
         ERR.line("\ndetached; the run goes on: `dflashctl status`, `dflashctl stop`" if follow else "\ninterrupted")
         return int(ExitCode.INTERRUPTED)
-    return _outcome(result, view, common.as_json) if follow else int(ExitCode.OK)
+    return _outcome(result, view, bool(alarms)) if follow else int(ExitCode.OK)
 
 
 def _pump(follower: Follower, view: LogView) -> dict[str, Any]:
@@ -69,12 +71,12 @@ def _pump(follower: Follower, view: LogView) -> dict[str, Any]:
     return result
 
 
-def _outcome(result: dict[str, Any], view: LogView, as_json: bool) -> int:
+def _outcome(result: dict[str, Any], view: LogView, alarmed: bool) -> int:
     """Say how the run ended, as the last line, and return the exit code that means it."""
     state = str(result.get("state", ""))
     record: dict[str, Any] = result.get("exit") or {}
     view.end(state, record)
-    if view.alarms or result.get("alarms"):
+    if alarmed:
         return int(ExitCode.ALARM)
     if state in ("finished", "stopped"):
         return int(ExitCode.OK)

@@ -76,7 +76,8 @@ def _chunks(batches: Iterable[Any], kind: Supervision, path: Path) -> Iterator[C
             if len(ragged):
                 raise row_error(path, int(rows[ragged[0]]), f"input_ids and {kind.value} differ in length")
         else:
-            supervision = _numbers(batch.column(kind.value), kind.value, path, rows)
+            column = batch.column(kind.value)
+            supervision = _numbers(column, kind.value, path, int(rows[_first_null(column)]))
             if (supervision < 0).any():
                 row = int(rows[np.flatnonzero(supervision < 0)[0]])
                 raise row_error(path, row, "prompt_len is negative")
@@ -89,22 +90,26 @@ def _lists(batch: Any, name: str, path: Path, rows: NDArray[np.int64]) -> tuple[
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         raise _wrong_type(path, name, column.type, "a list of integers")
     if column.null_count:
-        raise row_error(
-            path, int(rows[np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0]]), f"{name} is null"
-        )
+        raise row_error(path, int(rows[_first_null(column)]), f"{name} is null")
     offsets = column.offsets.to_numpy().astype(np.int64)
     values = column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-    flat = _numbers(values, name, path, rows)
-    return flat, offsets - offsets[0]
+    offsets -= offsets[0]
+    row_of_value = np.searchsorted(offsets, _first_null(values), side="right") - 1 if values.null_count else 0
+    return _numbers(values, name, path, int(rows[row_of_value])), offsets
 
 
-def _numbers(column: Any, name: str, path: Path, rows: NDArray[np.int64]) -> NDArray[Any]:
+def _numbers(column: Any, name: str, path: Path, row_of_null: int) -> NDArray[Any]:
     if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
         raise _wrong_type(path, name, column.type, "integers")
     if column.null_count:
-        raise row_error(path, int(rows[0]), f"{name} holds a null in this row or a later one")
+        raise row_error(path, row_of_null, f"{name} holds a null")
     # Booleans are bits in arrow, so only they are copied.
     return column.to_numpy(zero_copy_only=not pa.types.is_boolean(column.type))
+
+
+def _first_null(column: Any) -> int:
+    """Return the index of the first null, or 0 without one."""
+    return int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
 
 
 def _compact(chunk: Chunk) -> Chunk:

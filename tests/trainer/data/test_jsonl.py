@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remote.protocol.errors import DflashError, ExitCode
+from trainer.data.jsonl import parse_row, read_rows
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_rows_come_with_their_line_numbers_and_blank_lines_are_skipped(tmp_path: Path, name: str, write_jsonl) -> None:
+    path = write_jsonl(tmp_path / name, [{"a": 1}, "", {"a": "\u00fc\n"}])
+    assert list(read_rows(path)) == [(1, {"a": 1}), (3, {"a": "\u00fc\n"})]
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"), [("{", "not valid JSON"), ("[1]", "a list, not an object"), ("3", "a int, not an object")]
+)
+def test_a_bad_line_is_named(tmp_path: Path, write_jsonl, line: str, cause: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"a": 1}, line])
+    with pytest.raises(DflashError) as caught:
+        list(read_rows(path))
+    assert f"{path}, row 2" in caught.value.error
+    assert cause in caught.value.cause
+    assert caught.value.code == ExitCode.PREFLIGHT
+
+
+def test_a_truncated_gzip_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"a": 1}\n' * 5000)[:-20])
+    with pytest.raises(DflashError, match="damaged gzip"):
+        list(read_rows(path))
+
+
+def test_what_is_no_gzip_file_at_all_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(b'{"a": 1}\n')
+    with pytest.raises(DflashError, match="damaged gzip"):
+        list(read_rows(path))
+
+
+def test_a_missing_file_is_an_error_for_people(tmp_path: Path) -> None:
+    with pytest.raises(DflashError, match="cannot read"):
+        list(read_rows(tmp_path / "none.jsonl"))
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_give_an_object_or_an_error_for_people(line: bytes) -> None:
+    try:
+        row = parse_row(line, Path("x"), 1)
+    except DflashError:
+        return
+    assert isinstance(row, dict)

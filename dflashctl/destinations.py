@@ -14,7 +14,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Destination:
-    """One place runs live at. `root` is absolute, as the far end resolved it; `release` is what was deployed last."""
+    """One place runs live at. `root` is absolute, as the far end resolved it; `release` is what was deployed
+    last, and `source`, `revision`, `dirty` say what it was made of."""
 
     host: str = "local"
     ct: str = ""
@@ -23,6 +24,8 @@ class Destination:
     ssh_config: str = ""
     release: str = ""
     source: str = ""
+    revision: str = ""
+    dirty: str = ""
     config: str = ""
     """Path of the configuration that the last `start --config` used here."""
 

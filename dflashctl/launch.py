@@ -37,7 +37,7 @@ def make_spec(session: Session, training: Training, *, name: str, note: str) -> 
         host=session.settings["host"],
         ct=session.settings["ct"],
         config=config.to_dict(),
-        source=session.source.provenance(),
+        source=session.provenance(),
         stop_grace=session.settings.seconds("grace"),
         stall_timeout=config.stall_timeout,
     )

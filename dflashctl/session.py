@@ -17,7 +17,7 @@ from dflashctl.agent_client import AgentClient
 from dflashctl.destinations import Destination, DestinationStore
 from dflashctl.home import state_directory, user_file
 from dflashctl.settings import Settings, find_project_file, resolve, with_destination
-from dflashctl.source import Source, find_source
+from dflashctl.source import Source, find_source, is_source
 from dflashctl.transport import Transport, make_transport
 from remote.protocol.records import RunStatus
 
@@ -69,6 +69,20 @@ class Session:
     def source(self) -> Source:
         """The tree to deploy, and to take presets and a first agent from."""
         return find_source(self.settings.path("source"), self.directory)
+
+    @property
+    def deployed_source(self) -> Source:
+        """The tree that the deployed release was made of, for its presets; `source` where there is none any more."""
+        if self.remembered is not None and self.release and is_source(Path(self.remembered.source)):
+            return Source(Path(self.remembered.source), "deployed last")
+        return self.source
+
+    def provenance(self) -> dict[str, str]:
+        """Return what is known of the deployed release's origin, as it was when it was deployed."""
+        known = self.remembered
+        if known is None or not self.release:
+            return {}
+        return {"directory": known.source, "revision": known.revision, "dirty": known.dirty}
 
     @property
     def python(self) -> str:

@@ -16,6 +16,7 @@ import typer
 
 from dflashctl import __version__
 from dflashctl.cli.help import VERBS, VerbCommand, VerbInfo, main_help
+from dflashctl.cli.options import ReaderGone
 from dflashctl.console import ERR, OUT, silence_broken_pipe
 from dflashctl.errors import report, report_bug
 from remote.protocol.errors import DflashError, ExitCode, usage_error
@@ -42,8 +43,7 @@ def run(arguments: Sequence[str]) -> int:
         return report(error, as_json=as_json)
     except _UsageError as error:
         return report(_as_usage_error(error, arguments), as_json=as_json)
-    except BrokenPipeError:
-        # `dflashctl logs | head -1`: whoever reads has seen enough.
+    except (ReaderGone, BrokenPipeError):
         silence_broken_pipe()
         return int(ExitCode.OK)
     except KeyboardInterrupt:

@@ -33,7 +33,7 @@ def verb(
     from dflashctl.views import plan_lines, table
 
     session = Session.open(common.flags() | {"config": config})
-    training = resolve_training(session.settings, session.remembered, session.source, {}, assignments or [])
+    training = resolve_training(session.settings, session.remembered, session.deployed_source, {}, assignments or [])
     settings = _settings(session)
     if common.as_json:
         OUT.line(dumps(_as_json(settings, training)))

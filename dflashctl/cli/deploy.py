@@ -55,10 +55,16 @@ def verb(
 
 
 def _remember(session: Session, release: str, root: str) -> None:
-    known = session.destination()
-    session.store.remember(
-        dataclasses.replace(known, root=root, release=release, source=str(session.source.directory)), make_current=True
+    origin = session.source.provenance()
+    known = dataclasses.replace(
+        session.destination(),
+        root=root,
+        release=release,
+        source=origin["directory"],
+        revision=origin["revision"],
+        dirty=origin["dirty"],
     )
+    session.store.remember(known, make_current=True)
 
 
 def _summary(session: Session, result: dict[str, Any], release: str, took: str) -> str:

@@ -51,6 +51,10 @@ class Common:
         return {key: getattr(self, key) for key in ("host", "ct", "ssh_config", "root", "python")}
 
 
+class ReaderGone(Exception):
+    """Whoever read stdout has seen enough: `dflashctl logs | head -1`."""
+
+
 Verb = Callable[..., int]
 V = TypeVar("V", bound=Verb)
 
@@ -75,7 +79,11 @@ def command(function: V) -> V:
         for name, group in groups.items():
             keys = [field.name for field in dataclasses.fields(group)]
             values[name] = group(**{key: values.pop(key) for key in keys})
-        return function(**values)
+        try:
+            return function(**values)
+        except BrokenPipeError as error:
+            # As an OSError it would never reach us: typer answers EPIPE with exit code 1 of its own.
+            raise ReaderGone from error
 
     expanded.__doc__ = function.__doc__
     expanded.__module__ = function.__module__

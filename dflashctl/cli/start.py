@@ -56,7 +56,7 @@ def verb(common: Common, options: StartOptions, **training_flags: str | None) ->
 
     session = Session.open(common.flags() | {"config": options.config, "limit": options.limit})
     training = resolve_training(
-        session.settings, session.remembered, session.source, training_flags, options.assignments or []
+        session.settings, session.remembered, session.deployed_source, training_flags, options.assignments or []
     )
     for line in plan_lines(training, ERR):
         ERR.line(line)

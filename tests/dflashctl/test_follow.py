@@ -15,10 +15,10 @@ from remote.protocol.errors import DflashError, ExitCode
 from remote.protocol.frames import Kind
 
 
-def follower_of(play, request=LogRequest(follow=True)):
+def follower_of(play):
     client = AgentClient(far_end(play), python="p", root="/r", release="0" * 12, pyz=lambda: b"")
     pauses = []
-    return Follower(client, request, sleep=pauses.append), pauses
+    return Follower(client, LogRequest(follow=True), sleep=pauses.append), pauses
 
 
 def log_server(log, pieces, breaks):

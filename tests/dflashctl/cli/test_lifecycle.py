@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -81,7 +80,7 @@ def test_an_unchanged_tree_sends_nothing_and_an_older_release_comes_back(cli, st
     back = cli("rollback")
     assert (back.returncode, first["release"] in back.stdout) == (0, True), back.stderr
     assert json.loads(cli("releases", "--json").stdout)["current"] == first["release"]
-    assert os.readlink(cli.root / "current").endswith(first["release"])
+    assert (cli.root / "current").readlink().name == first["release"]
 
 
 def test_a_second_start_is_refused_and_names_the_first(cli, standin_tree):
@@ -124,9 +123,9 @@ def test_a_failed_selfcheck_leaves_current_alone(cli, standin_tree):
     failed = cli(*arguments)
     assert failed.returncode == ExitCode.PREFLIGHT
     assert "bucket_ids" in failed.stderr
-    assert os.readlink(cli.root / "current").endswith(good)
+    assert (cli.root / "current").readlink().name == good
     assert cli(*arguments, "--no-selfcheck").returncode == 0
-    assert not os.readlink(cli.root / "current").endswith(good)
+    assert (cli.root / "current").readlink().name != good
 
 
 def test_a_failed_preflight_is_told_in_three_lines_and_leaves_no_run(cli, standin_tree):
@@ -169,7 +168,13 @@ def test_a_reader_who_leaves_early_is_no_error(cli, standin_tree):
     cli("logs", "-f", "--tail", "0")
     line = " ".join(cli.command("logs")) + " | head -1; echo ${PIPESTATUS[0]}"
     done = subprocess.run(
-        ["bash", "-c", line], cwd=cli.directory, env=cli.environment(), capture_output=True, text=True, timeout=30
+        ["bash", "-c", line],
+        cwd=cli.directory,
+        env=cli.environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     assert done.stdout.splitlines()[1:] == ["0"]
     assert done.stderr == ""

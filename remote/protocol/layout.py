@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ _RELEASE_ID = re.compile(r"[0-9a-f]{12}")
 
 def new_run_id() -> str:
     """Draw a run id: UTC time, so that ids sort by age, and six random hex digits."""
-    return time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(3)
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex()
 
 
 def is_run_id(text: str) -> bool:

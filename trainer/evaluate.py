@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from transformers import PreTrainedTokenizerBase
 
 from remote.protocol.errors import preflight_error, usage_error
 from trainer.drafter.config import DrafterConfig
-from trainer.drafter.inference import DraftSequence
 from trainer.drafter.model import Drafter
 from trainer.export import load_exported
-from trainer.target.decode import Decoder, TargetSequence, load_decoder
+from trainer.speculate import speculate
+from trainer.target.decode import Decoder, load_decoder
 from trainer.target.facts import TargetFacts, target_facts
 from trainer.target.load import load_tokenizer
 
@@ -90,37 +89,6 @@ class Evaluation:
         }
 
 
-@torch.inference_mode()
-def speculate(
-    decoder: Decoder, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int
-) -> tuple[list[int], list[int]]:
-    """Decode one prompt greedily, stop tokens ignored; return (new tokens, committed tokens of each verification).
-
-    Prefill yields the first token, the anchor; then: draft a block, verify it in one forward of the target, commit the
-    longest prefix that agrees and the target's token after it, which is the next anchor.
-    """
-    limit = len(prompt) + max_new_tokens
-    verified, drafted = TargetSequence(decoder), DraftSequence(drafter)
-    successors, states = verified.forward(torch.tensor(prompt, device=decoder.device))
-    tokens = [*prompt, int(successors[-1])]
-    acceptance_lengths: list[int] = []
-    while len(tokens) < limit:
-        start = len(tokens) - 1
-        size = min(drafter.config.block_size, limit - start)
-        drafted.extend(states)
-        guesses = drafted.draft(tokens[start], size, decoder.embed_weight, decoder.head_weight)
-        block = torch.cat([guesses.new_tensor(tokens[start:]), guesses])
-        successors, states = verified.forward(block)
-        agreed = int((guesses == successors[:-1]).long().cumprod(dim=0).sum())
-        # The bonus token of a fully accepted last block would lie beyond the limit.
-        committed = min(agreed + 1, limit - start - 1)
-        tokens += [*guesses[:agreed].tolist(), int(successors[agreed])][:committed]
-        states = states[:committed]
-        verified.rollback(start + committed)
-        acceptance_lengths.append(committed)
-    return tokens[len(prompt) :], acceptance_lengths
-
-
 def evaluate(
     decoder: Decoder,
     drafter: Drafter,
@@ -128,21 +96,20 @@ def evaluate(
     max_new_tokens: int = 64,
     *,
     target_outputs: Sequence[Sequence[int]] | None = None,
-    progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
-    """Decode every prompt; `target_outputs` are the target's own (`Decoder.greedy`), made here if not given.
+    """Decode every prompt greedily with the drafter, stop tokens ignored, and compare with the target alone.
 
-    `progress` is called with the number of prompts done after each.
+    `target_outputs` are the target's own (`Decoder.greedy`), made here if not given.
     """
     own = decoder.greedy(prompts, max_new_tokens) if target_outputs is None else target_outputs
-    results: list[PromptResult] = []
     begin = time.perf_counter()
-    for prompt, target_ids in zip(prompts, own, strict=True):
-        output_ids, lengths = speculate(decoder, drafter, prompt, max_new_tokens)
-        results.append(PromptResult(len(prompt), output_ids, lengths, list(target_ids)))
-        if progress:
-            progress(len(results))
-    return Evaluation(results, time.perf_counter() - begin)
+    decoded = speculate(decoder, drafter, prompts, max_new_tokens)
+    seconds = time.perf_counter() - begin
+    results = [
+        PromptResult(len(prompt), output_ids, lengths, list(target_ids))
+        for prompt, (output_ids, lengths), target_ids in zip(prompts, decoded, own, strict=True)
+    ]
+    return Evaluation(results, seconds)
 
 
 def humaneval_prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -224,9 +191,7 @@ def run(arguments: argparse.Namespace) -> int:
         decoder = load_decoder(arguments.target_model, dtype=dtype, device=arguments.device, target_layer_ids=ids)
         prompts = read_prompts(arguments.prompts, arguments.target_model, decoder.target.facts.vocab_size)
         own = own or decoder.greedy(prompts, arguments.max_new_tokens)
-        evaluation = evaluate(
-            decoder, drafter, prompts, arguments.max_new_tokens, target_outputs=own, progress=_say_progress
-        )
+        evaluation = evaluate(decoder, drafter, prompts, arguments.max_new_tokens, target_outputs=own)
         print(f"{path}: acceptance {evaluation.acceptance:.3f} ({_summary(evaluation)})")
         report.append({"drafter": str(path.resolve())} | evaluation.to_json())
     if arguments.json:
@@ -247,10 +212,6 @@ def _check_pair(path: Path, config: DrafterConfig, facts: TargetFacts) -> None:
                 f"the drafter {path} was made for another target",
                 cause=f"its {name} is {own}, that of {facts.path} is {needed}",
             )
-
-
-def _say_progress(done: int) -> None:
-    print(f"prompt {done} decoded", file=sys.stderr)
 
 
 def _summary(evaluation: Evaluation) -> str:

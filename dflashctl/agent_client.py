@@ -43,8 +43,10 @@ class AgentClient:
         release: str = "",
         pyz: Callable[[], bytes],
         silence: float = SILENCE,
+        trace: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.calls = 0
+        self._trace = trace
         self.transport = transport
         self.root = root
         self._python = python
@@ -72,7 +74,9 @@ class AgentClient:
     def _open(self, verb: str, request: dict[str, Any], more: bool, *, loaded: bool) -> Answer:
         self.calls += 1
         nonce = new_nonce()
-        channel = self.transport.open(self._argv(verb, loaded))
+        argv = self._argv(verb, loaded)
+        self._trace(f"{self.transport.name}: {' '.join('LOADER' if word == LOADER else word for word in argv)}")
+        channel = self.transport.open(argv)
         answer = Answer(channel, nonce, self.transport.name, self._silence)
         try:
             for piece in self._preamble(loaded):

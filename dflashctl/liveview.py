@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from dflashctl.console import OUT
+from dflashctl.console import OUT, width
 from dflashctl.logview import LogView, end_line, readable
 from dflashctl.views import duration
 from remote.protocol.events import parse_line
@@ -38,10 +39,10 @@ class _Figures(ProgressColumn):
         fields = task.fields
         parts: list[str | tuple[str, str]] = []
         if "loss" in fields:
-            parts += ["loss ", (f"{fields['loss']}", "bold green"), "  "]
+            parts += ["loss ", (_figure(fields["loss"], ".4f"), "bold green"), "  "]
         if "speed" in fields:
-            parts += [(f"{fields['speed']}", "bold cyan"), " tok/s  "]
-        if "eta" in fields:
+            parts += [(_figure(fields["speed"], ",.0f"), "bold cyan"), " tok/s  "]
+        if fields.get("eta"):
             parts += [f"{fields['eta']} left"]
         return Text.assemble(*parts)
 
@@ -54,12 +55,12 @@ class LiveView(LogView):
         console = Console(file=OUT.file, highlight=False, markup=False, soft_wrap=True)
         self._bar = Progress(
             TextColumn("{task.description}", style="bold"),
-            BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+            # Short of the right margin: the ^C that a terminal echoes there would wrap, and the bar could not be taken down.
+            BarColumn(bar_width=max(width() - 84, 10), complete_style="cyan", finished_style="green"),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             _Figures(),
             console=console,
             transient=True,
-            expand=True,
             refresh_per_second=5,
         )
         self._task = self._bar.add_task("waiting", total=1, visible=False)
@@ -95,8 +96,8 @@ class LiveView(LogView):
                 completed=fields["step"],
                 total=max(fields["total_steps"], 1),
                 loss=fields["loss"],
-                speed=_grouped(fields["tokens_per_second"]),
-                eta=duration(fields["eta_seconds"]) if isinstance(fields["eta_seconds"], float) else "?",
+                speed=fields["tokens_per_second"],
+                eta=duration(fields["eta_seconds"]) if isinstance(fields["eta_seconds"], float) else "",
             )
         elif fields["kind"] == "run_started":
             first = max(fields["first_step"] - 1, 0)
@@ -105,16 +106,33 @@ class LiveView(LogView):
             self._bar.update(self._task, description=fields["phase"])
 
 
-def _grouped(value: Any) -> str:
-    return f"{value:,.0f}" if isinstance(value, float) else str(value)
+def _figure(value: Any, spec: str) -> str:
+    """Return a number in `spec`; NaN and Infinity, which travel as words, as they are."""
+    return format(value, spec) if isinstance(value, float) else str(value)
 
 
 def _styled(line: str, fields: dict[str, Any] | None) -> Text:
+    """Return a log line for the eye: an event short, in local time and with its figures in colour, other text as it is."""
     if fields is None:
         return Text(line, style="red" if _TROUBLE.search(line) else "default")
-    stamp, _, rest = line.partition(" ")
-    text = Text.assemble((stamp, "dim"), " ", (rest, _STYLES.get(fields["kind"], "default")))
+    stamp = (time.strftime("%H:%M:%S ", time.localtime(fields["time"])), "dim")
+    if fields["kind"] == "step":
+        return Text.assemble(stamp, *_step_parts(fields))
+    rest = line.partition(" ")[2]
+    text = Text(rest, style=_STYLES.get(fields["kind"], "default"))
     if fields["kind"] != "alarm":
-        for match in _FIGURES.finditer(line):
+        for match in _FIGURES.finditer(rest):
             text.stylize("bold green" if match[1].endswith("loss") else "bold cyan", match.start(2), match.end(2))
-    return text
+    return Text.assemble(stamp, text)
+
+
+def _step_parts(fields: dict[str, Any]) -> list[str | tuple[str, str]]:
+    parts: list[str | tuple[str, str]] = [
+        f"step {fields['step']}/{fields['total_steps']}  loss ",
+        (_figure(fields["loss"], ".4f"), "bold green"),
+        f"  accuracy {_figure(fields['accuracy'], '.3f')}  accept {_figure(fields['accept_len'], '.2f')}",
+        f"  lr {_figure(fields['lr'], '.2e')}  grad {_figure(fields['grad_norm'], '.2f')}  ",
+        (_figure(fields["tokens_per_second"], ",.0f"), "bold cyan"),
+        " tok/s",
+    ]
+    return parts if fields["applied"] else [*parts, ("  not applied", "bold red")]

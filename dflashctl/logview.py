@@ -61,16 +61,16 @@ class LogView(ABC):
 
 def end_line(state: str, record: dict[str, Any]) -> str:
     """Return the last line of a followed log."""
-    parts = [f"run {record['run_id']} {state}" if record.get("run_id") else f"run {state}"]
+    line = f"run {record['run_id']} {state}" if record.get("run_id") else f"run {state}"
     if record.get("last_step"):
-        parts.append(f"at step {record['last_step']}")
+        line += f" at step {record['last_step']}"
     if record.get("last_checkpoint"):
-        parts.append(f"checkpoint {record['last_checkpoint']}")
-    return ", ".join(parts)
+        line += f", checkpoint {record['last_checkpoint']}"
+    return line
 
 
-class RawView(LogView):
-    """Bytes untouched. Also what a pipe gets: whoever reads there wants the log, not our idea of it."""
+class PipedView(LogView):
+    """Bytes untouched: whoever reads a pipe wants the log, not our idea of it. How the run ended is its last line."""
 
     def feed(self, data: bytes) -> None:
         OUT.raw(data)
@@ -78,6 +78,13 @@ class RawView(LogView):
 
     def show(self, lines: list[bytes]) -> None:
         """Everything was written by `feed` already."""
+
+
+class RawView(PipedView):
+    """Bytes of the log and nothing else."""
+
+    def end(self, state: str, record: dict[str, Any]) -> None:
+        ERR.line(end_line(state, record))
 
 
 class PlainView(LogView):
@@ -119,8 +126,10 @@ def choose_view(*, as_json: bool, raw: bool) -> LogView:
     """Return the view that fits stdout. rich is imported for a terminal only: it takes 0.1 s."""
     if as_json:
         return JsonView()
-    if raw or not OUT.file.isatty():
+    if raw:
         return RawView()
+    if not OUT.file.isatty():
+        return PipedView()
     if not OUT.live:
         return PlainView()
     from dflashctl.liveview import LiveView

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from dflashctl.agent_client import AgentClient
+from dflashctl.console import ERR
 from dflashctl.destinations import Destination, DestinationStore
 from dflashctl.home import state_directory, user_file
 from dflashctl.settings import Settings, find_project_file, resolve, with_destination
@@ -115,7 +116,12 @@ class Session:
             root=self.settings["root"],
             release=self.release,
             pyz=self._build_pyz,
+            trace=self._trace,
         )
+
+    def _trace(self, text: str) -> None:
+        if self.verbose:
+            ERR.line(ERR.style(f"> {text}", "dim"))
 
     def _build_pyz(self) -> bytes:
         from dflashctl.release import build_pyz

@@ -10,6 +10,9 @@ from dflashctl.views import event_text
 from remote.protocol import events
 from remote.protocol.codec import dumps
 
+_SAVE_PAUSE = 5.0
+"""Seconds between two lines about the same checkpoint where lines cannot be redrawn."""
+
 
 class Talk:
     """Shows event frames as they come and keeps the latest of each kind."""
@@ -17,6 +20,8 @@ class Talk:
     def __init__(self) -> None:
         self.latest: dict[type[events.Event], events.Event] = {}
         self._begun = time.monotonic()
+        self._saving_since = -_SAVE_PAUSE
+        self._redrawing = False
 
     def __call__(self, data: dict[str, Any]) -> None:
         """Take one event frame; unknown kinds of a newer far end are skipped."""
@@ -27,10 +32,31 @@ class Talk:
         if event is None:
             return
         self.latest[type(event)] = event
-        if text := event_text(event):
+        text = event_text(event)
+        if isinstance(event, events.SaveProgress):
+            self._redraw(text)
+        elif text:
             self.say(text, alarm=isinstance(event, events.AlarmRaised))
 
     def say(self, text: str, *, alarm: bool = False) -> None:
         """Write one line with the seconds since the verb began."""
-        stamp = ERR.style(f"{time.monotonic() - self._begun:7.1f} s", "dim")
-        ERR.line(f"{stamp}  {ERR.style(harmless(text), 'red bold') if alarm else harmless(text)}")
+        self._clear()
+        ERR.line(self._stamped(ERR.style(harmless(text), "red bold") if alarm else harmless(text)))
+
+    def _redraw(self, text: str) -> None:
+        """Show a figure that moves: in place on a terminal, now and then elsewhere."""
+        if ERR.live:
+            ERR.file.write(f"\r\x1b[K{self._stamped(harmless(text))}")
+            ERR.file.flush()
+            self._redrawing = True
+        elif time.monotonic() - self._saving_since >= _SAVE_PAUSE:
+            self._saving_since = time.monotonic()
+            self.say(text)
+
+    def _clear(self) -> None:
+        if self._redrawing:
+            ERR.file.write("\r\x1b[K")
+            self._redrawing = False
+
+    def _stamped(self, text: str) -> str:
+        return f"{ERR.style(f'{time.monotonic() - self._begun:7.1f} s', 'dim')}  {text}"

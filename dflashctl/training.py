@@ -46,14 +46,13 @@ def resolve_training(
     assignments: Sequence[str],
 ) -> Training:
     """Put file, `--set` and flags together, the later ones on top. Raises usage errors of trainer.config."""
+    # The command line first: what is wrong with it is said even where the file is missing.
+    typed = [(key, value, f"--set {key}") for key, value in map(parse_set, assignments)]
+    typed += [(key, coerce(key, text), f"--{key.replace('_', '-')}") for key, text in flags.items() if text is not None]
     path, file_origin = choose_file(settings, remembered, source)
     values, origins = _file_values(path)
-    for assignment in assignments:
-        key, value = parse_set(assignment)
-        values[key], origins[key] = value, f"--set {key}"
-    for key, text in flags.items():
-        if text is not None:
-            values[key], origins[key] = coerce(key, text), f"--{key.replace('_', '-')}"
+    for key, value, origin in typed:
+        values[key], origins[key] = value, origin
     if settings["host"] == "local":
         _make_absolute(values, origins, source.directory if file_origin == "preset" else Path.cwd(), path)
     else:

@@ -69,8 +69,8 @@ def status_lines(status: RunStatus, where: str, out: Stream, now: float | None =
     state = out.style(status.state, STATE_STYLES.get(Lifecycle(status.state), "bold"))
     name = f" ({status.name})" if status.name else ""
     alive = Lifecycle(status.state).alive
-    alarms = [(out.style("alarm", "red bold"), f"{alarm.kind}: {harmless(alarm.message)}") for alarm in status.alarms]
-    lines = [f"{out.style('alarm', 'red bold')}: {text}" for _, text in alarms]
+    label = out.style("ALARM", "red bold")
+    lines = [f"{label} {alarm.kind}: {harmless(alarm.message)}" for alarm in status.alarms]
     lines.append(f"{out.style(status.run_id, 'bold')}{name} on {where}: {state}")
     lines += card(
         [

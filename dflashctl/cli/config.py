@@ -32,7 +32,7 @@ def verb(
     from dflashctl.training import resolve_training
     from dflashctl.views import plan_lines, table
 
-    session = Session.open(common.flags() | {"config": config})
+    session = Session.open(common.flags() | {"config": config}, verbose=common.verbose)
     training = resolve_training(session.settings, session.remembered, session.deployed_source, {}, assignments or [])
     settings = _settings(session)
     if common.as_json:

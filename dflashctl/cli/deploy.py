@@ -38,7 +38,7 @@ def verb(
     from dflashctl.views import duration, size
 
     begun, talk = time.monotonic(), Talk()
-    session = Session.open(common.flags() | {"source": source})
+    session = Session.open(common.flags() | {"source": source}, verbose=common.verbose)
     tree = session.source
     release = build_release(tree.directory)
     total = sum(len(content) for content in release.files.values())

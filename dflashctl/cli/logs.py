@@ -42,7 +42,7 @@ def verb(
 
     if file not in _FILES:
         raise usage_error(f"no such log: {file}", cause="a run keeps three", hint=f"--file {'|'.join(_FILES)}")
-    session = Session.open(common.flags())
+    session = Session.open(common.flags(), verbose=common.verbose)
     lines = _FOLLOW_TAIL if follow and tail is None else tail
     follower = Follower(session.client, LogRequest(run, file, lines, follow))
     try:

@@ -15,7 +15,7 @@ def verb(common: Common) -> int:
     from dflashctl.session import Session
     from dflashctl.views import table
 
-    session = Session.open(common.flags())
+    session = Session.open(common.flags(), verbose=common.verbose)
     result = session.client.releases()
     if common.as_json:
         OUT.line(dumps(result))

@@ -20,7 +20,7 @@ def verb(
     """Make an earlier release the current one. What runs is not touched."""
     from dflashctl.session import Session
 
-    session = Session.open(common.flags())
+    session = Session.open(common.flags(), verbose=common.verbose)
     result = session.client.rollback(to)
     release, root = str(result["release"]), str(result["root"])
     if session.remembered is not None:

@@ -21,7 +21,7 @@ def verb(
     from dflashctl.views import runs_lines
     from remote.protocol.records import SCHEMA
 
-    session = Session.open(common.flags())
+    session = Session.open(common.flags(), verbose=common.verbose)
     runs = [session.here(status) for status in session.client.runs(limit)]
     if common.as_json:
         OUT.line(dumps({"schema": SCHEMA, "runs": runs}))

@@ -54,7 +54,7 @@ def verb(common: Common, options: StartOptions, **training_flags: str | None) ->
     from remote.protocol.errors import ExitCode
     from remote.protocol.records import Lifecycle
 
-    session = Session.open(common.flags() | {"config": options.config, "limit": options.limit})
+    session = Session.open(common.flags() | {"config": options.config, "limit": options.limit}, verbose=common.verbose)
     training = resolve_training(
         session.settings, session.remembered, session.deployed_source, training_flags, options.assignments or []
     )
@@ -62,6 +62,10 @@ def verb(common: Common, options: StartOptions, **training_flags: str | None) ->
         ERR.line(line)
     spec = make_spec(session, training, name=options.name, note=options.note)
     ERR.line(f"run {spec.run_id} on {session.label}, {f'resumed from {options.resume}' if options.resume else 'fresh'}")
+    if options.config is not None:
+        # Before the launch: whatever becomes of it, a start without --config is to try the same again.
+        known = dataclasses.replace(session.destination(), config=str(training.file))
+        session.store.remember(known, make_current=False)
     request = StartRequest(spec, session.settings.seconds("limit"), options.resume, options.wait_gpus)
     talk = Talk()
     try:
@@ -69,9 +73,6 @@ def verb(common: Common, options: StartOptions, **training_flags: str | None) ->
     except KeyboardInterrupt:
         ERR.line(f"\ndetached; what was launched goes on: `dflashctl status --run {spec.run_id}`, `dflashctl logs -f`")
         return int(ExitCode.INTERRUPTED)
-    if options.config is not None:
-        known = dataclasses.replace(session.destination(), config=str(training.file))
-        session.store.remember(known, make_current=False)
     show_started(status, talk, session, common.as_json)
     return int(ExitCode.FAILED if status.state in (Lifecycle.FAILED, Lifecycle.LOST) else ExitCode.OK)
 

@@ -24,7 +24,7 @@ def verb(
     from dflashctl.session import Session
     from dflashctl.views import status_lines
 
-    session = Session.open(common.flags())
+    session = Session.open(common.flags(), verbose=common.verbose)
     status = session.here(session.client.status(run))
     if common.as_json:
         OUT.line(dumps(dataclasses.asdict(status)))

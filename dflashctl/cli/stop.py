@@ -30,7 +30,7 @@ def verb(
     from dflashctl.session import Session, operator
     from dflashctl.talk import Talk
 
-    session = Session.open(common.flags() | {"grace": grace})
+    session = Session.open(common.flags() | {"grace": grace}, verbose=common.verbose)
     talk = Talk()
     try:
         result = session.client.stop(

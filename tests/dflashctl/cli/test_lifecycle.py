@@ -39,7 +39,7 @@ def test_the_four_commands_as_they_stand_in_the_readme(cli, standin_tree):
     rest, _ = following.communicate(timeout=20)
     assert following.returncode == ExitCode.OK
     assert rest.splitlines()[-1].startswith("run ")
-    assert " stopped, at step" in rest.splitlines()[-1]
+    assert " stopped at step" in rest.splitlines()[-1]
     assert cli("stop").returncode == 0
 
 

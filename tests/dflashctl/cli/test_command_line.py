@@ -1,0 +1,144 @@
+"""The command line itself: help pages, what is refused, what is imported, what a bug looks like."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dflashctl import cli as command_line
+from dflashctl.cli.help import VERBS
+from remote.protocol.errors import ExitCode
+from trainer.config import config_flags
+
+HEAVY = {
+    "rich",
+    "fabric",
+    "paramiko",
+    "torch",
+    "transformers",
+    "numpy",
+    "asyncio",
+    "pydantic",
+    "invoke",
+    "platformdirs",
+}
+
+
+@pytest.mark.parametrize("verb", ["", *[verb.name for verb in VERBS]])
+def test_help_imports_nothing_heavy(cli, verb):
+    program = (
+        "import resource, sys; from dflashctl.cli import run; code = run([*sys.argv[1:], '--help']);"
+        "print(sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr);"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_utime, file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *verb.split()],
+        cwd=cli.directory, env=cli.environment(), capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    modules, seconds = done.stderr.splitlines()
+    assert set(json.loads(modules.replace("'", '"'))) & HEAVY == set()
+    print(f"CPU of `dflashctl {verb} --help`: {float(seconds):.2f} s")
+    assert "Usage:" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 110
+
+
+def test_the_main_page_names_every_verb_and_the_four_commands(capsys):
+    assert command_line.run(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert [verb.name for verb in VERBS if f"  {verb.name} " not in page] == []
+    assert "dflashctl deploy --host 10.1.2.6 --ct 200" in page
+    assert command_line.run([]) == ExitCode.USAGE
+    assert command_line.run(["--version"]) == 0
+
+
+def test_every_training_key_is_a_flag_of_start(capsys):
+    assert command_line.run(["start", "--help"]) == 0
+    page = capsys.readouterr().out
+    assert [flag.name for flag in config_flags() if f"{flag.name} " not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["stattus"], ["no such verb: stattus", "dflashctl status"]),
+        (["config"], ["dflashctl config show"]),
+        (["--jsn"], ["no such option: --jsn"]),
+        (["status", "--jsn"], ["no such option: --jsn", "did you mean --json?"]),
+        (["start", "--profile-intervall", "3"], ["did you mean --profile-interval?"]),
+        (["logs", "--tail", "many"], ["--tail", "dflashctl logs --help"]),
+        (["logs", "--tail", "-1"], ["--tail"]),
+        (["logs", "--file", "x"], ["no such log: x", "train|events|supervisor"]),
+        (["status", "extra"], ["extra"]),
+        (["status", "--host"], ["--host"]),
+        (["status", "--host", "local", "--ct", "7"], ["ct = '7' is not possible"]),
+        (["start", "--limit", "0"], ["limit = '0' is not possible"]),
+        (["start", "--set", "epocs=1"], ["unknown key 'epocs'", "did you mean 'epochs'?"]),
+        (["start", "--config", "/none.toml"], ["no configuration /none.toml"]),
+        (["deploy", "--source", "/etc"], ["/etc is no source tree"]),
+        (["status", "--host", "10.1.2.6", "--ct", "200"], ["cannot reach 10.1.2.6, container 200"]),
+    ],
+)
+def test_what_this_side_can_judge_is_exit_code_two_in_three_lines(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DFLASHCTL_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert command_line.run(arguments) == ExitCode.USAGE
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert [word for word in words if word not in shown.err] == []
+    lines = shown.err.splitlines()
+    assert [line.split(":")[0] for line in lines[-3:]] == ["error", "  cause", "  hint"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bug_has_no_traceback_without_debug(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("DFLASHCTL_HOME", str(tmp_path))
+    monkeypatch.setattr("dflashctl.session.resolve", lambda *arguments: 1 / 0)
+    assert command_line.run(["status"]) == ExitCode.FAILED
+    shown = capsys.readouterr().err
+    assert "this is a bug in dflashctl: ZeroDivisionError" in shown
+    assert "Traceback" not in shown
+    assert command_line.run(["status", "--debug"]) == ExitCode.FAILED
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_status_before_anything_needs_one_call_and_leaves_nothing(cli):
+    done = cli("status", "--json", "-v", "--root", str(cli.root), "--python", sys.executable)
+    assert (done.returncode, json.loads(done.stdout)["state"]) == (0, "none")
+    assert done.stderr.count("> local:") == 1
+    assert not cli.root.exists()
+    assert not cli.home.exists()
+
+
+def test_config_show_says_where_each_value_came_from(cli, make_tree):
+    tree = make_tree()
+    (cli.directory / "dflashctl.toml").write_text(f'source = "{tree}"\ngrace = 33\n')
+    done = cli("config", "show", "--origin", "--set", "lr=0.5", DFLASHCTL_LIMIT="77")
+    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line}
+    assert (rows["limit"].split()[1:], rows["lr"].split()[1:]) == (["77", "DFLASHCTL_LIMIT"], ["0.5", "--set", "lr"])
+    assert rows["grace"].endswith("dflashctl.toml")
+    assert rows["device"].endswith("demo.toml")
+    assert rows["epochs"].endswith("default")
+    as_json = json.loads(cli("config", "show", "--json").stdout)
+    assert as_json["training"]["max_steps"]["value"] == 5
+    assert as_json["settings"]["host"] == {"value": "local", "origin": "default"}
+    assert "max_steps=5*" in cli("config", "show").stdout
+
+
+def test_a_python_that_is_none_is_exit_code_eight(cli):
+    done = cli("status", "--json", "--python", "/nonexistent/python3")
+    assert done.returncode == ExitCode.NO_ANSWER
+    assert json.loads(done.stdout)["code"] == 8
+    broken = cli("status", "--python", "/bin/false")
+    assert (broken.returncode, "no answer from local" in broken.stderr) == (ExitCode.NO_ANSWER, True)
+
+
+def test_a_bare_resume_means_the_last_run(cli, make_tree):
+    done = cli("start", "--source", "x", "--resume")
+    assert "no such option: --source" in done.stderr
+    (cli.directory / "dflashctl.toml").write_text(f'source = "{make_tree()}"\nroot = "{cli.root}"\n')
+    for arguments in (["--resume", "--name", "n"], ["--name", "n", "--resume"]):
+        assert "resumed from last" in cli("start", *arguments).stderr

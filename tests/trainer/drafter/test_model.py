@@ -1,0 +1,245 @@
+"""Training forward against the released inference code (PyPI dflash 0.1.0), block by block, and mutants of it.
+
+The reference runs one block at a time behind its own cache, the way it serves; ours runs a whole packed row at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from dflash.model import DFlashDraftModel, _crop_to, _make_cache
+from transformers import Qwen3Config
+
+from trainer.drafter import attention as attention_module
+from trainer.drafter import model as model_module
+from trainer.drafter.attention import CONTEXT
+from trainer.drafter.inference import DraftBatch
+from trainer.drafter.model import Drafter
+
+LAYERS = {
+    "full": {"layer_types": "full"},
+    "sliding": {"layer_types": "sliding", "sliding_window": 5},
+    "sliding, window below block": {"layer_types": "sliding", "sliding_window": 2},
+    "mixed": {"layer_types": "mixed", "sliding_window": 5},
+}
+
+
+def make_drafter(config, dtype=torch.float32) -> Drafter:
+    torch.manual_seed(3)
+    drafter = Drafter(config)
+    for name, parameter in drafter.named_parameters():
+        # Weights large enough that every part matters, and norms that differ from 1.
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.25)
+    return drafter.to(dtype).eval()
+
+
+def make_reference(drafter: Drafter, dtype=torch.float32) -> DFlashDraftModel:
+    reference = DFlashDraftModel(Qwen3Config(**drafter.config.to_zlab("float32")))
+    reference.load_state_dict(drafter.state_dict(), strict=True)
+    return reference.to(dtype).eval()
+
+
+def inputs(blocks, config, dtype=torch.float32):
+    torch.manual_seed(4)
+    embeds = torch.randn(config.vocab_size, config.hidden_size, dtype=dtype)[blocks.input_ids.flatten()]
+    width = len(config.target_layer_ids) * config.hidden_size
+    return embeds, torch.randn(len(blocks.context_positions), width, dtype=dtype)
+
+
+@torch.no_grad()
+def reference_forward(reference, embeds, states, blocks):
+    """Draft every block as spec_generate would: the context in two pieces through the cache, then the block."""
+    outputs = []
+    size = blocks.block_size
+    for n in range(blocks.count):
+        anchor = int(blocks.anchor_positions[n])
+        start = int(blocks.anchor_rows[n]) - anchor
+        cache = _make_cache(reference.config)
+        block = embeds[n * size : (n + 1) * size][None]
+        split = anchor // 2
+        for first, last in ((0, split), (split, anchor)):
+            if last > first or last == anchor:
+                out = reference(
+                    target_hidden=states[start + first : start + last][None],
+                    noise_embedding=block if last == anchor else block[:, :1],
+                    position_ids=torch.arange(first, last + (size if last == anchor else 1))[None],
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+                _crop_to(cache, last)
+        outputs.append(out[0])
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_training_equals_inference_at_every_anchor_of_a_packed_row(config, row, blocks_of, layers):
+    drafter = make_drafter(config(**LAYERS[layers]))
+    blocks = blocks_of(row([19, 4, 23, 3], 2), num_anchors=6)
+    embeds, states = inputs(blocks, drafter.config)
+    assert blocks.count > 10
+    wanted = reference_forward(make_reference(drafter), embeds, states, blocks)
+    torch.testing.assert_close(drafter(embeds, states, blocks).detach(), wanted, rtol=0, atol=1e-5)
+
+
+def mutate(name, blocks, states):
+    """Return (blocks, states, mask function) with one of the mistakes that others made."""
+    visible = attention_module.visible
+    replace = dataclasses.replace
+    if name == "anchor not strictly excluded":
+        return blocks, states, lambda q, k, w: visible(q._replace(anchor=q.anchor + 1), k, w)
+    if name == "rope position S+k for a+k":
+        # Masks keep the true positions: only the rotation is wrong.
+        shifted = replace(blocks, positions=blocks.positions - blocks.anchor_positions[:, None] + 23)
+        return shifted, states, lambda q, k, w: visible(unshift(q, blocks), unshift(k, blocks), w)
+    if name == "context positions shifted by one":
+        return replace(blocks, context_positions=blocks.context_positions + 1), states, visible
+    if name == "states shifted against the tokens":
+        return blocks, states.roll(1, dims=0), visible
+    if name == "document leak in a packed row":
+        return blocks, states, lambda q, k, w: visible(q, k._replace(document=q.document), w)
+    if name == "sliding bound at the anchor for all rows":
+        return blocks, states, lambda q, k, w: anchored_window(q, k, w)
+    if name == "sliding window one too wide":
+        return blocks, states, lambda q, k, w: visible(q, k, w and w + 1)
+    if name == "no block order inside sliding layers":
+        return blocks, states, lambda q, k, w: visible(q, k, w) | ((k.block == q.block) & (k.block != CONTEXT))
+    if name == "causal blocks in full layers":
+        return blocks, states, lambda q, k, w: visible(q, k, 10**6)
+    if name == "visibility by block index":
+        return blocks, states, lambda q, k, w: visible(q._replace(anchor=q.block * 4), k, w)
+    raise AssertionError(name)
+
+
+def unshift(rows, blocks):
+    inside = rows.block != CONTEXT
+    true = blocks.anchor_positions[rows.block.clamp(min=0)] - 23
+    return rows._replace(position=torch.where(inside, rows.position + true, rows.position))
+
+
+def anchored_window(query, key, window):
+    seen = attention_module.visible(query, key, None)
+    if window is None:
+        return seen
+    inside = (key.block != CONTEXT) & (key.position <= query.position)
+    return seen & (inside | ((key.block == CONTEXT) & (key.position >= query.anchor - window)))
+
+
+MUTANTS = [
+    "anchor not strictly excluded",
+    "rope position S+k for a+k",
+    "context positions shifted by one",
+    "states shifted against the tokens",
+    "document leak in a packed row",
+    "sliding bound at the anchor for all rows",
+    "sliding window one too wide",
+    "no block order inside sliding layers",
+    "causal blocks in full layers",
+    "visibility by block index",
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_each_mistake_is_far_from_the_reference(config, row, blocks_of, monkeypatch, mutant):
+    drafter = make_drafter(config(**LAYERS["mixed"]))
+    blocks = blocks_of(row([19, 4, 23, 3], 2), num_anchors=6)
+    # One key row more than is needed, so that a mask that looks too far finds something there.
+    wide = tuple(s._replace(start=0, end=len(blocks.context_positions)) for s in blocks.segments)
+    blocks = dataclasses.replace(blocks, segments=wide)
+    embeds, states = inputs(blocks, drafter.config)
+    wanted = reference_forward(make_reference(drafter), embeds, states, blocks)
+    torch.testing.assert_close(drafter(embeds, states, blocks).detach(), wanted, rtol=0, atol=1e-5)
+    mutated, moved, visible = mutate(mutant, blocks, states)
+    with monkeypatch.context() as patch:
+        if visible is not attention_module.visible:
+            original = attention_module.visible
+            patch.setattr(attention_module, "visible", guarded(visible, original))
+        got = drafter(embeds, moved, mutated).detach()
+    assert (got - wanted).abs().max() > 1e-2
+
+
+def guarded(mutant, original):
+    """A mutant calls `visible` of the module, which is then itself: give it the original back while it runs."""
+
+    def call(query, key, window):
+        attention_module.visible = original
+        try:
+            return mutant(query, key, window)
+        finally:
+            attention_module.visible = call
+
+    return call
+
+
+@pytest.mark.parametrize("layers", ["full", "mixed"])
+def test_drafting_behind_a_growing_context_equals_training(config, row, blocks_of, layers):
+    drafter = make_drafter(config(**LAYERS[layers]))
+    packed = row([12, 17])
+    blocks = blocks_of(packed, num_anchors=1)
+    embed = torch.randn(40, 32)
+    head = torch.randn(40, 32)
+    _, states = inputs(blocks, drafter.config)
+    hidden = drafter(embed[blocks.input_ids.flatten()], states, blocks).unflatten(0, (-1, 4))
+    wanted = (hidden[:, 1:] @ head.T).argmax(dim=-1).tolist()
+    anchors = blocks.anchor_positions.tolist()
+    batch = DraftBatch(drafter, 2)
+    starts = [0, 12]
+    longest = max(anchors)
+    for step in range(longest):
+        piece = torch.stack([states[min(start + step, len(states) - 1)] for start in starts])[:, None]
+        batch.extend(piece, [int(step < anchor) for anchor in anchors])
+    tokens = [int(packed["input_ids"][start + anchor]) for start, anchor in zip(starts, anchors, strict=True)]
+    assert batch.draft([0, 1], tokens, 4, embed, head) == wanted
+    assert batch.draft([1], tokens[1:], 4, embed, head) == wanted[1:]
+    batch.select([1])
+    assert batch.draft([0], tokens[1:], 4, embed, head) == wanted[1:]
+
+
+def test_split_fc_is_the_same_function(config):
+    drafter = Drafter(config())
+    torch.manual_seed(1)
+    states = torch.randn(50, 96)
+    with torch.no_grad():
+        # hidden_norm brings features to unit scale; the sums before it differ in the order of addition alone.
+        together = drafter.context_features(states)
+        apart = drafter.context_features(states.chunk(3, dim=-1))
+    torch.testing.assert_close(together, apart, rtol=0, atol=2e-6)
+
+
+def test_split_fc_differs_by_rounding_alone(config, row, blocks_of):
+    drafter = make_drafter(config(), torch.float64)
+    blocks = blocks_of(row([19, 14]))
+    embeds, states = inputs(blocks, drafter.config, torch.float64)
+    apart = drafter(embeds, tuple(states.chunk(3, dim=-1)), blocks)
+    torch.testing.assert_close(drafter(embeds, states, blocks), apart, rtol=0, atol=1e-13)
+
+
+def test_the_state_has_the_serving_names_and_no_buffer(config):
+    drafter = Drafter(config(num_layers=2))
+    inside = [
+        *(f"self_attn.{name}.weight" for name in "q_proj k_proj v_proj o_proj q_norm k_norm".split()),
+        *(f"mlp.{name}_proj.weight" for name in "gate up down".split()),
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+    ]
+    ends = {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    assert set(drafter.state_dict()) == ends | {f"layers.{i}.{name}" for i in range(2) for name in inside}
+
+
+def test_bfloat16_runs_and_stays_near(config, row, blocks_of):
+    blocks = blocks_of(row([19, 14]))
+    drafter = make_drafter(config())
+    embeds, states = inputs(blocks, drafter.config)
+    wanted = drafter(embeds, states, blocks)
+    narrow = make_drafter(config(), torch.bfloat16)(embeds.bfloat16(), states.bfloat16(), blocks)
+    assert narrow.dtype is torch.bfloat16
+    assert (narrow.float() - wanted).abs().mean() < 0.05
+
+
+def test_norm_is_the_text(config):
+    norm = model_module.RMSNorm(6, 1e-5).double()
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(3, 6, dtype=torch.float64)
+    wanted = x / (x.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    torch.testing.assert_close(norm(x), wanted, rtol=0, atol=1e-14)

@@ -121,11 +121,14 @@ class FrameParser:
         return frame
 
     def _find_start(self) -> bool:
-        for match in _HEADER.finditer(self._buffer):
+        position = 0
+        # search, not finditer: its iterator keeps the buffer from being cut.
+        while (match := _HEADER.search(self._buffer, position)) is not None:
+            position = match.end()
             if self._is_start(match):
-                self._drop_noise(match.start())
                 self.nonce = match[1].decode("ascii")
                 self._started = True
+                self._drop_noise(match.start())
                 return True
         # A header may still be arriving in the last bytes; everything before it is noise for good.
         self._drop_noise(max(0, len(self._buffer) - _MAX_HEADER))

@@ -149,10 +149,10 @@ def manifest_of(files: dict[str, bytes]) -> dict[str, str]:
     return {path: hashlib.sha256(content).hexdigest() for path, content in files.items()}
 
 
-def tar_of(files: dict[str, bytes]) -> bytes:
+def tar_of(files: dict[str, bytes], *more: tuple[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for path, content in files.items():
+        for path, content in (*files.items(), *more):
             member = tarfile.TarInfo(path)
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
@@ -186,6 +186,11 @@ class FarEnd:
         if first.kind is Kind.EVENT and first.json()["need"]:
             call.send(tar_of(files) if upload is None else upload)
         return call.reply()
+
+    def files(self, **extra: str) -> dict[str, bytes]:
+        """Return the files of a release; `extra` adds trainer modules by name, e.g. __main__="..."."""
+        modules = {f"trainer/{name}.py": text.encode() for name, text in extra.items()}
+        return release_files(self.agent, {"trainer/__init__.py": b"", **modules} if extra else {})
 
     def request(self, *switches: str, run_id: str = "", **request: Any) -> dict[str, Any]:
         """Return a start request for the stand-in, with short waits."""

@@ -199,10 +199,7 @@ class TestPreflight:
 
     @staticmethod
     def deploy(far, program: str) -> None:
-        from tests.remote.conftest import release_files
-
-        files = release_files(far.agent, {"trainer/__init__.py": b"", "trainer/__main__.py": program.encode()})
-        assert far.deploy(files).result
+        assert far.deploy(far.files(__main__=program)).result
 
     def test_what_it_reports_is_the_answer(self, far):
         self.deploy(

@@ -1,0 +1,116 @@
+"""How a run ended, judged from what it left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from remote.agent.verdict import Ending, Story, judge, rank_errors, read_stop
+from remote.protocol.events import CheckpointSaved, Phase, RunFinished, Step
+from remote.protocol.files import write_json
+from remote.protocol.layout import RunLayout
+from remote.protocol.records import RankError, StopRequest
+
+STOP = StopRequest(deadline=1.0, by="tester")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunLayout:
+    layout = RunLayout(tmp_path / "20200101-000000-aaaaaa")
+    layout.create()
+    return layout
+
+
+def step(number: int) -> Step:
+    return Step(
+        time=1.0, step=number, total_steps=9, epoch=0, loss=1.0, accuracy=0.0, accept_len=1.0,
+        lr=0.1, grad_norm=1.0, tokens=1, tokens_per_second=1.0,
+    )  # fmt: skip
+
+
+def fail(run: RunLayout, rank: int, time: float, message: str = "boom") -> None:
+    error = RankError(rank, "drafter", "cpu", "training", "RuntimeError", message, f"Traceback of {rank}", time)
+    write_json(run.error(rank), error)
+
+
+def told(*events) -> Story:
+    story = Story()
+    story.hear(events)
+    return story
+
+
+@pytest.mark.parametrize("result", ["finished", "stopped", "failed"])
+def test_the_trainers_own_word_comes_first(run, result):
+    write_json(run.stop, STOP)
+    story = told(step(7), RunFinished(time=2.0, result=result, step=7, checkpoint="/c/step-7"))
+    record = judge(run, story, Ending("trainer", returncode=1 if result == "failed" else 0))
+    assert (record.result, record.last_step, record.last_checkpoint) == (result, 7, "/c/step-7")
+
+
+def test_exit_code_0_alone_never_means_finished(run):
+    record = judge(run, told(step(3)), Ending("trainer", returncode=0))
+    assert record.result == "failed"
+    assert "without saying how" in record.message
+
+
+@pytest.mark.parametrize(
+    ("stop", "escalated", "returncode", "error", "expected"),
+    [
+        (True, True, -15, False, "stopped"),
+        (True, True, 1, True, "stopped"),
+        (True, False, 0, False, "stopped"),
+        (True, False, 1, True, "failed"),
+        (True, False, 0, True, "failed"),
+        (False, False, -15, False, "failed"),
+    ],
+)
+def test_a_stop_that_needed_signals_is_a_stop_and_a_crash_is_a_crash(run, stop, escalated, returncode, error, expected):
+    if stop:
+        write_json(run.stop, STOP)
+    if error:
+        fail(run, 0, 1.0)
+    record = judge(run, told(), Ending("trainer", returncode=returncode, escalated=escalated))
+    assert record.result == expected
+    assert record.by == ("tester" if expected == "stopped" else "trainer")
+
+
+def test_the_earliest_error_is_the_cause(run):
+    for rank, time in ((0, 12.0), (1, 10.0), (2, 11.0)):
+        fail(run, rank, time)
+    record = judge(run, told(), Ending("trainer", returncode=1, first_dead=1))
+    assert (record.failed_rank, record.traceback) == (1, "Traceback of 1")
+
+
+def test_a_rank_that_died_without_a_word_is_the_cause_whatever_the_others_say(run):
+    fail(run, 0, 10.0, "Connection closed by peer")
+    story = told(Phase(time=1.0, rank=1, role="target", phase="loading"))
+    record = judge(run, story, Ending("trainer", returncode=1, first_dead=1))
+    assert record.failed_rank == 1
+    assert record.message.startswith("rank 1 (target) died without a word: killed from outside")
+
+
+def test_out_of_memory_is_named(run):
+    record = judge(run, told(), Ending("trainer", returncode=1, first_dead=2, oom_kill=True))
+    assert record.oom_kill
+    assert "memory" in record.message
+    assert "memory" in judge(run, told(), Ending("trainer", returncode=-9, oom_kill=True)).message
+
+
+def test_a_leader_killed_by_a_signal(run):
+    record = judge(run, told(CheckpointSaved(time=1.0, step=5, path="/c/5", bytes=1, seconds=1.0)), Ending("agent"))
+    assert (record.by, record.code, record.signal, record.last_checkpoint) == ("agent", None, None, "/c/5")
+    assert judge(run, told(), Ending("trainer", returncode=-9)).signal == 9
+
+
+def test_torn_error_records_still_name_their_rank(run):
+    run.error(4).write_text('{"rank": 4, "ro')
+    (run.path / "errors" / "rank-x.json").write_text("{}")
+    assert list(rank_errors(run)) == [4]
+    assert judge(run, told(), Ending("trainer", returncode=1)).failed_rank == 4
+
+
+def test_a_torn_stop_is_a_stop(run):
+    assert read_stop(run) is None
+    run.stop.write_bytes(b"{")
+    assert "unreadable" in read_stop(run).by

@@ -36,7 +36,7 @@ HYBRID = {
 MakeTarget = Callable[..., Path]
 
 
-def build_target(directory: Path, architecture: str, seed: int, **overrides: Any) -> Path:
+def build_target(directory: Path, architecture: str, seed: int, max_shard_size: str = "5GB", **overrides: Any) -> Path:
     import torch
     import transformers
 
@@ -50,8 +50,7 @@ def build_target(directory: Path, architecture: str, seed: int, **overrides: Any
         kind = {"LlamaForCausalLM": "LlamaConfig", "Qwen3ForCausalLM": "Qwen3Config"}.get(architecture)
         config = getattr(transformers, kind or "Qwen3_5TextConfig")(**values)
     model = getattr(transformers, architecture)(config).float()
-    shard = overrides.get("max_shard_size", "5GB")
-    model.save_pretrained(directory, max_shard_size=shard)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
 
 

@@ -71,7 +71,9 @@ def tiny_blocks(row: dict[str, np.ndarray], **overrides: Any) -> Blocks:
         "mask_token_id": 3,
         "gamma": 4.0,
     }
-    return build_blocks(row["input_ids"], row["loss_mask"], row["document_ids"], row["position_ids"], **values | overrides)
+    return build_blocks(
+        row["input_ids"], row["loss_mask"], row["document_ids"], row["position_ids"], **values | overrides
+    )
 
 
 @pytest.fixture(scope="session")

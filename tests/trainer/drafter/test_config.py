@@ -28,7 +28,13 @@ QWEN = {
 
 
 def qwen(**overrides) -> DrafterConfig:
-    values = {"num_layers": 5, "block_size": 16, "mask_token_id": 248070, "layer_types": "mixed", "sliding_window": 2048}
+    values = {
+        "num_layers": 5,
+        "block_size": 16,
+        "mask_token_id": 248070,
+        "layer_types": "mixed",
+        "sliding_window": 2048,
+    }
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     return derive(QWEN, **(values | heads | overrides))
 

@@ -1,0 +1,123 @@
+"""What a target directory says of itself, and what is said of a broken one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from remote.protocol.errors import DflashError, ExitCode
+from trainer.target.facts import target_facts
+
+
+@pytest.fixture
+def copy(make_target, tmp_path):
+    """A target directory that a test may break."""
+    return shutil.copytree(make_target(), tmp_path / "model")
+
+
+def refused(path) -> DflashError:
+    with pytest.raises(DflashError) as caught:
+        target_facts(path)
+    assert caught.value.code is ExitCode.PREFLIGHT
+    return caught.value
+
+
+def test_a_tied_llama(make_target):
+    facts = target_facts(make_target())
+    assert (facts.hidden_size, facts.num_layers, facts.vocab_size) == (32, 6, 48)
+    assert facts.tied
+    assert facts.head_name == facts.embedding_name == "model.embed_tokens.weight"
+    assert facts.eos_token_ids == (2,)
+    assert not facts.hybrid
+
+
+def test_an_untied_qwen3(make_target):
+    facts = target_facts(make_target("Qwen3ForCausalLM", tie_word_embeddings=False, eos_token_id=[2, 7]))
+    assert not facts.tied
+    assert facts.head_name == "lm_head.weight"
+    assert facts.eos_token_ids == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "embedding"),
+    [
+        ("Qwen3_5ForCausalLM", "model.embed_tokens.weight"),
+        ("Qwen3_5ForConditionalGeneration", "model.language_model.embed_tokens.weight"),
+    ],
+)
+def test_a_hybrid_text_class_and_its_wrapper(make_target, architecture, embedding):
+    facts = target_facts(make_target(architecture, tie_word_embeddings=False))
+    assert facts.hybrid
+    assert facts.embedding_name == embedding
+    assert facts.hidden_size == 32
+    assert facts.text_config["num_hidden_layers"] == 6
+
+
+def test_shards_are_read_through_their_index(make_target):
+    path = make_target(max_shard_size="20KB")
+    assert len(list(path.glob("*.safetensors"))) > 1
+    assert target_facts(path).tensors.keys() == target_facts(make_target()).tensors.keys()
+
+
+def test_a_missing_directory(tmp_path):
+    assert "no model directory" in refused(tmp_path / "nowhere").error
+
+
+def test_a_directory_without_config(tmp_path):
+    assert "config.json" in refused(tmp_path).cause
+
+
+def test_a_config_that_is_no_json(copy):
+    (copy / "config.json").write_text("{")
+    assert "no JSON" in refused(copy).cause
+
+
+def test_another_architecture_names_the_supported_ones(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    error = refused(copy)
+    assert "GPT2LMHeadModel" in error.error
+    assert "LlamaForCausalLM" in error.hint
+
+
+def test_no_weights(copy):
+    (copy / "model.safetensors").unlink()
+    assert "safetensors" in refused(copy).cause
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 5000])
+def test_a_cut_off_file_is_named(copy, keep):
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert "model.safetensors" in refused(copy).cause
+
+
+def test_one_byte_less_is_seen(copy):
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "cut off" in refused(copy).cause
+
+
+def test_a_missing_shard_is_named(make_target, tmp_path):
+    path = shutil.copytree(make_target(max_shard_size="20KB"), tmp_path / "model")
+    shard = sorted(path.glob("*.safetensors"))[1]
+    shard.unlink()
+    assert shard.name in refused(path).cause
+
+
+def test_a_head_that_is_neither_there_nor_tied(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    assert "lm_head.weight" in refused(copy).cause
+
+
+def test_facts_need_no_torch(make_target):
+    code = (
+        "import sys; from trainer.target.facts import target_facts; "
+        f"target_facts({str(make_target())!r}); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -83,35 +83,6 @@ def test_training_equals_inference_at_every_anchor_of_a_packed_row(config, row, 
     torch.testing.assert_close(drafter(embeds, states, blocks).detach(), wanted, rtol=0, atol=1e-5)
 
 
-def mutate(name, blocks, states):
-    """Return (blocks, states, mask function) with one of the mistakes that others made."""
-    visible = attention_module.visible
-    replace = dataclasses.replace
-    if name == "anchor not strictly excluded":
-        return blocks, states, lambda q, k, w: visible(q._replace(anchor=q.anchor + 1), k, w)
-    if name == "rope position S+k for a+k":
-        # Masks keep the true positions: only the rotation is wrong.
-        shifted = replace(blocks, positions=blocks.positions - blocks.anchor_positions[:, None] + 23)
-        return shifted, states, lambda q, k, w: visible(unshift(q, blocks), unshift(k, blocks), w)
-    if name == "context positions shifted by one":
-        return replace(blocks, context_positions=blocks.context_positions + 1), states, visible
-    if name == "states shifted against the tokens":
-        return blocks, states.roll(1, dims=0), visible
-    if name == "document leak in a packed row":
-        return blocks, states, lambda q, k, w: visible(q, k._replace(document=q.document), w)
-    if name == "sliding bound at the anchor for all rows":
-        return blocks, states, lambda q, k, w: anchored_window(q, k, w)
-    if name == "sliding window one too wide":
-        return blocks, states, lambda q, k, w: visible(q, k, w and w + 1)
-    if name == "no block order inside sliding layers":
-        return blocks, states, lambda q, k, w: visible(q, k, w) | ((k.block == q.block) & (k.block != CONTEXT))
-    if name == "causal blocks in full layers":
-        return blocks, states, lambda q, k, w: visible(q, k, 10**6)
-    if name == "visibility by block index":
-        return blocks, states, lambda q, k, w: visible(q._replace(anchor=q.block * 4), k, w)
-    raise AssertionError(name)
-
-
 def unshift(rows, blocks):
     inside = rows.block != CONTEXT
     true = blocks.anchor_positions[rows.block.clamp(min=0)] - 23
@@ -126,18 +97,48 @@ def anchored_window(query, key, window):
     return seen & (inside | ((key.block == CONTEXT) & (key.position >= query.anchor - window)))
 
 
-MUTANTS = [
-    "anchor not strictly excluded",
-    "rope position S+k for a+k",
-    "context positions shifted by one",
-    "states shifted against the tokens",
-    "document leak in a packed row",
-    "sliding bound at the anchor for all rows",
-    "sliding window one too wide",
-    "no block order inside sliding layers",
-    "causal blocks in full layers",
-    "visibility by block index",
-]
+def visible(query, key, window):
+    return attention_module.visible(query, key, window)
+
+
+def move_blocks(blocks, **changed):
+    return dataclasses.replace(blocks, **changed)
+
+
+# The mistakes that others made: name -> (blocks, states) -> (blocks, states, mask function).
+MUTANTS = {
+    "anchor not strictly excluded": lambda b, s: (
+        b,
+        s,
+        lambda q, k, w: visible(q._replace(anchor=q.anchor + 1), k, w),
+    ),
+    # Masks keep the true positions: only the rotation is wrong.
+    "rope position S+k for a+k": lambda b, s: (
+        move_blocks(b, positions=b.positions - b.anchor_positions[:, None] + 23),
+        s,
+        lambda q, k, w: visible(unshift(q, b), unshift(k, b), w),
+    ),
+    "context positions shifted by one": lambda b, s: (
+        move_blocks(b, context_positions=b.context_positions + 1),
+        s,
+        visible,
+    ),
+    "states shifted against the tokens": lambda b, s: (b, s.roll(1, dims=0), visible),
+    "document leak in a packed row": lambda b, s: (
+        b,
+        s,
+        lambda q, k, w: visible(q, k._replace(document=q.document), w),
+    ),
+    "sliding bound at the anchor for all rows": lambda b, s: (b, s, anchored_window),
+    "sliding window one too wide": lambda b, s: (b, s, lambda q, k, w: visible(q, k, w and w + 1)),
+    "no block order inside sliding layers": lambda b, s: (
+        b,
+        s,
+        lambda q, k, w: visible(q, k, w) | ((k.block == q.block) & (k.block != CONTEXT)),
+    ),
+    "causal blocks in full layers": lambda b, s: (b, s, lambda q, k, w: visible(q, k, w or 10**6)),
+    "visibility by block index": lambda b, s: (b, s, lambda q, k, w: visible(q._replace(anchor=q.block * 4), k, w)),
+}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -150,11 +151,9 @@ def test_each_mistake_is_far_from_the_reference(config, row, blocks_of, monkeypa
     embeds, states = inputs(blocks, drafter.config)
     wanted = reference_forward(make_reference(drafter), embeds, states, blocks)
     torch.testing.assert_close(drafter(embeds, states, blocks).detach(), wanted, rtol=0, atol=1e-5)
-    mutated, moved, visible = mutate(mutant, blocks, states)
+    mutated, moved, mask = MUTANTS[mutant](blocks, states)
     with monkeypatch.context() as patch:
-        if visible is not attention_module.visible:
-            original = attention_module.visible
-            patch.setattr(attention_module, "visible", guarded(visible, original))
+        patch.setattr(attention_module, "visible", guarded(mask, attention_module.visible))
         got = drafter(embeds, moved, mutated).detach()
     assert (got - wanted).abs().max() > 1e-2
 
@@ -218,8 +217,8 @@ def test_split_fc_differs_by_rounding_alone(config, row, blocks_of):
 def test_the_state_has_the_serving_names_and_no_buffer(config):
     drafter = Drafter(config(num_layers=2))
     inside = [
-        *(f"self_attn.{name}.weight" for name in "q_proj k_proj v_proj o_proj q_norm k_norm".split()),
-        *(f"mlp.{name}_proj.weight" for name in "gate up down".split()),
+        *(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+        *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
         "input_layernorm.weight",
         "post_attention_layernorm.weight",
     ]

@@ -83,7 +83,7 @@ def test_a_head_that_does_not_belong_to_the_subset_is_refused(case):
 
 
 def test_metrics_count_what_they_say(case):
-    hidden, head, blocks = case
+    _, _, blocks = case
     # Make the head see the label in some rows: rows 1 right in all blocks, rows 2 in every second one, rows 3 in none.
     one_hot = torch.eye(40, dtype=torch.float64)
     right = torch.zeros(blocks.count, 4, dtype=torch.bool)

@@ -21,9 +21,13 @@ def test_it_appears_when_the_block_ends(tmp_path):
 
 
 def test_nothing_stays_after_a_failure(tmp_path):
-    with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "made") as directory:
-        (directory / "a").write_text("1")
-        raise ZeroDivisionError
+    def fail():
+        with new_directory(tmp_path / "made") as directory:
+            (directory / "a").write_text("1")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -37,10 +41,14 @@ def test_another_directory_is_never_overwritten(tmp_path):
 
 
 def test_one_that_appears_meanwhile_is_kept(tmp_path):
-    with pytest.raises(DflashError, match="exists already"), new_directory(tmp_path / "made") as directory:
-        (directory / "ours").touch()
-        (tmp_path / "made").mkdir()
-        (tmp_path / "made" / "theirs").touch()
+    def race():
+        with new_directory(tmp_path / "made") as directory:
+            (directory / "ours").touch()
+            (tmp_path / "made").mkdir()
+            (tmp_path / "made" / "theirs").touch()
+
+    with pytest.raises(DflashError, match="exists already"):
+        race()
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["theirs"]
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 

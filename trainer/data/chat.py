@@ -44,6 +44,7 @@ class ChatTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.template_sha256 = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+        self.eos_token_id: int | None = tokenizer.eos_token_id
         self.tokenizer_sha256 = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
     def template(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:

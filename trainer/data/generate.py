@@ -44,6 +44,7 @@ class Recipe:
 
     target_config_sha256: str
     chat_template_sha256: str
+    stop_ids: list[int]
     dtype: str
     max_new_tokens: int
     temperature: float
@@ -78,12 +79,13 @@ def run(args: argparse.Namespace) -> int:
     if min(args.max_new_tokens, args.batch_size) < 1 or args.temperature < 0:
         raise usage_error("--max-new-tokens and --batch-size start at 1, --temperature at 0")
     chat = load_tokenizer(args.target_model)
-    done = _resume(args.output, _recipe(args, chat))
+    recipe = _recipe(args, chat)
+    done = _resume(args.output, recipe)
     prompts, skipped = _read_prompts(args, chat, done)
     print(f"{len(prompts)} prompts to do, {len(done)} done before, {skipped} skipped as too long", flush=True)
     if prompts:
         with args.output.open("ab") as output:
-            _generate(args, chat, prompts, output)
+            _generate(args, chat, recipe, prompts, output)
     return 0
 
 
@@ -92,13 +94,37 @@ def prompt_key(messages: Sequence[Message]) -> str:
     return hashlib.sha256(json.dumps([[m.role, m.content] for m in messages]).encode()).hexdigest()[:16]
 
 
-def _generate(args: argparse.Namespace, chat: ChatTokenizer, prompts: list[Prompt], output: BinaryIO) -> None:
+def stop_ids(target_model: Path, chat: ChatTokenizer) -> list[int]:
+    """Return the sorted ids that end a reply: those of the generation configuration and the tokenizer's own.
+
+    Both, since a converted model may name only the end of a text there and run on behind the end of its turn.
+
+    Raises:
+        DflashError: there is none.
+    """
+    named: list[int] = [] if chat.eos_token_id is None else [chat.eos_token_id]
+    path = target_model / "generation_config.json"
+    if path.is_file():
+        ids = json.loads(path.read_text()).get("eos_token_id") or []
+        named += ids if isinstance(ids, list) else [ids]
+    if not named:
+        raise preflight_error(
+            f"{target_model} names no stop token",
+            cause="no eos_token_id in generation_config.json, no eos_token in the tokenizer",
+            hint="set eos_token_id in generation_config.json",
+        )
+    return sorted(set(named))
+
+
+def _generate(
+    args: argparse.Namespace, chat: ChatTokenizer, recipe: Recipe, prompts: list[Prompt], output: BinaryIO
+) -> None:
     # Only now, since torch takes seconds to import and everything before can already refuse the call.
     from trainer.data.decoding import DecodeSettings, decode_batch
     from trainer.data.generator_model import load_generator
 
-    model, stop_ids = load_generator(args.target_model, args.dtype, args.device, args.threads)
-    settings = DecodeSettings(args.max_new_tokens, args.temperature, args.seed, stop_ids)
+    model = load_generator(args.target_model, args.dtype, args.device, args.threads)
+    settings = DecodeSettings(args.max_new_tokens, args.temperature, args.seed, tuple(recipe.stop_ids))
     progress = Progress("generate", len(prompts))
     for batch in _batches(prompts, args.batch_size):
         replies = decode_batch(model, [p.input_ids for p in batch], [p.key for p in batch], settings)
@@ -124,6 +150,7 @@ def _recipe(args: argparse.Namespace, chat: ChatTokenizer) -> Recipe:
     return Recipe(
         target_config_sha256=hashlib.sha256(config).hexdigest(),
         chat_template_sha256=chat.template_sha256,
+        stop_ids=stop_ids(args.target_model, chat),
         dtype=args.dtype,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,

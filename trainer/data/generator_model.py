@@ -11,14 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from remote.protocol.errors import preflight_error
 
 
-def load_generator(path: Path, dtype: str, device: str, threads: int | None) -> tuple[Any, tuple[int, ...]]:
+def load_generator(path: Path, dtype: str, device: str, threads: int | None) -> Any:
     """Load the model in eval mode.
 
-    Returns:
-        (model, its stop token ids).
-
     Raises:
-        DflashError: a hybrid model, whose recurrent state cannot be cut to the rows that go on; or no stop token.
+        DflashError: a hybrid model, whose recurrent state cannot be cut to the rows that go on.
     """
     config: Any = AutoConfig.from_pretrained(path)
     if "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
@@ -30,7 +27,4 @@ def load_generator(path: Path, dtype: str, device: str, threads: int | None) -> 
     if threads:
         torch.set_num_threads(threads)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    stops = model.generation_config.eos_token_id
-    if stops is None:
-        raise preflight_error(f"{path} names no stop token", hint="set eos_token_id in generation_config.json")
-    return model.to(device).eval(), tuple(stops) if isinstance(stops, list) else (stops,)
+    return model.to(device).eval()

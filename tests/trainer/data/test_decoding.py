@@ -22,7 +22,7 @@ KEYS = [str(i) for i in range(len(PROMPTS))]
 
 @pytest.fixture(scope="module")
 def model(target_dir: Path) -> Any:
-    return load_generator(target_dir, "float32", "cpu", 1)[0]
+    return load_generator(target_dir, "float32", "cpu", 1)
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:

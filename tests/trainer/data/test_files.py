@@ -16,7 +16,7 @@ TABLE = pa.table({name: [row[name] for row in ROWS] for name in ("input_ids", "l
 
 
 def save_to_disk(path: Path, table: pa.Table = TABLE, shards: int = 2) -> Path:
-    """Write the layout of datasets.save_to_disk (read off version 4 of datasets): arrow streams and state.json."""
+    """Write the layout of datasets.save_to_disk (as datasets 5.2 writes it): arrow streams and state.json."""
     path.mkdir(parents=True)
     names = [f"data-{i:05}-of-{shards:05}.arrow" for i in range(shards)]
     per_shard = -(-len(table) // shards)

@@ -73,6 +73,16 @@ def test_every_prompt_gets_the_targets_reply(
         assert row["finish"] == ("stop" if reply[-1] == 2 else "length")
 
 
+@pytest.mark.parametrize(("named", "wanted"), [(None, [2]), (1, [1, 2]), ([2, 0], [0, 2])])
+def test_the_end_of_the_turn_always_stops(
+    target_dir: Path, tmp_path: Path, chat: ChatTokenizer, named: object, wanted: list[int]
+) -> None:
+    """A conversion that named <|im_start|> (1) alone made replies that ran on behind <|im_end|> (2)."""
+    if named is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    assert generate.stop_ids(tmp_path, chat) == wanted
+
+
 def test_the_output_is_a_data_set(target_dir: Path, prompts: Path, output: Path) -> None:
     run(target_dir, prompts, output, "--token-ids")
     dataset = open_dataset(output, max_length=99, vocab_size=49152)

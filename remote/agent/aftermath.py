@@ -1,4 +1,4 @@
-"""After the leader's end: nothing of the run may live on, nothing of it stays in the temporary directory, and exit.json tells."""
+"""After the leader's end: nothing of the run lives on, nothing stays in temporary places, and exit.json tells."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from remote.protocol.files import write_json
 from remote.protocol.layout import RunLayout
 from remote.protocol.records import ExitRecord
 
-GRACE_SECONDS = 2.0
+GRACE_SECONDS = 1.0
 """How long what the leader leaves behind may take to end by itself: PR_SET_PDEATHSIG kills ranks at once."""
 
 _ALARM_SECONDS = 15.0
 _EXIT_RETRY_SECONDS = 30.0
 _SOCKET_PREFIX = "dflash"
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def clear_remains(run: RunLayout, alarm: Callable[[str, str], None]) -> list[int]:
@@ -41,13 +42,19 @@ def clear_remains(run: RunLayout, alarm: Callable[[str, str], None]) -> list[int
 
 
 def remove_sockets(run: RunLayout) -> None:
-    """Remove the temporary directory of the run's sockets, if a crash left it."""
+    """Remove the temporary directory of the run's sockets, and the ring of the same name, if a crash left them.
+
+    The ring is gigabytes of memory that nothing else would ever give back.
+    """
     try:
         path = Path(run.sockets.read_text(encoding="utf-8").strip())
         # The file is the trainer's: it must not be able to name anything but a directory made for this.
         ours = path.name.startswith(_SOCKET_PREFIX) and path.is_dir() and not path.is_symlink()
         if path.is_absolute() and ours and path.stat().st_uid == os.geteuid():
             shutil.rmtree(path, ignore_errors=True)
+            ring = _SHARED_MEMORY / path.name
+            if ring.is_file() and ring.lstat().st_uid == os.geteuid():
+                ring.unlink(missing_ok=True)
     except (OSError, ValueError):  # none was made
         return
 

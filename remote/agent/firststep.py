@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from remote.agent.lifecycle import lives, status_of
 from remote.agent.tail import EventTail, last_lines, size_of
-from remote.agent.verdict import rank_errors
+from remote.agent.verdict import LEADER, rank_errors
 from remote.agent.wire import Answer
 from remote.protocol.codec import plain
 from remote.protocol.errors import DflashError, ExitCode
@@ -55,7 +55,7 @@ def _pass_on(events: list[Event], answer: Answer) -> bool:
 
 
 def _raise_crash(run: RunLayout, status: RunStatus) -> NoReturn:
-    error = rank_errors(run).get(-1 if status.failed_rank is None else status.failed_rank)
+    error = rank_errors(run).get(LEADER if status.failed_rank is None else status.failed_rank)
     raise DflashError(
         f"run {run.run_id} ended before its first step",
         cause=status.message or "it left no word",

@@ -112,7 +112,10 @@ def _checkpoints(run: RunLayout) -> dict[int, Path]:
     try:
         spec = read_record(RunSpec, run.spec)
         last = status_of(run).last_checkpoint
-        place = Path(last).parent if last else Path((spec and spec.config.get("output_dir")) or run.checkpoints)
+        output_dir = spec.config.get("output_dir") if spec is not None else ""
+        # The trainer makes a directory of the run's own under output_dir.
+        place = Path(output_dir) / run.run_id if output_dir else run.checkpoints
+        place = Path(last).parent if last else place
         folders = [path for path in place.iterdir() if path.is_dir() and not path.name.startswith(".")]
     except (OSError, ValueError):
         return {}

@@ -12,7 +12,9 @@ from remote.protocol.layout import RunLayout
 from remote.protocol.records import ExitRecord, Lifecycle, RankError, StopRequest, read_record
 
 _RESULTS = (Lifecycle.FINISHED, Lifecycle.STOPPED, Lifecycle.FAILED)
-_ERROR_FILE = re.compile(r"rank-([0-9]{1,6})\.json")
+_ERROR_FILE = re.compile(r"rank-(-1|[0-9]{1,6})\.json")
+LEADER = -1
+"""Rank number of the leader's own error record."""
 
 
 @dataclass
@@ -114,13 +116,15 @@ def _blame(run: RunLayout, story: Story, ending: Ending) -> tuple[int | None, st
     """
     errors = rank_errors(run)
     dead = ending.first_dead
-    if dead is not None and dead not in errors:
+    # A leader killed by a signal takes its ranks along (PR_SET_PDEATHSIG): then none of them is the cause.
+    leader_killed = ending.returncode is not None and ending.returncode < 0
+    if dead is not None and dead not in errors and not leader_killed:
         role = story.roles.get(dead, "")
         reason = "the kernel killed for memory" if ending.oom_kill else "killed from outside"
         return dead, f"rank {dead}{f' ({role})' if role else ''} died without a word: {reason}", ""
     if errors:
         first = min(errors.values(), key=lambda error: error.time)
-        return first.rank, f"{first.kind}: {first.message}", first.traceback
+        return None if first.rank == LEADER else first.rank, f"{first.kind}: {first.message}", first.traceback
     return None, _leader_message(ending), ""
 
 

@@ -11,8 +11,11 @@ from remote.protocol.layout import RunLayout
 
 
 class Watch:
-    """Notices which rank vanished first. Descriptors wake us within milliseconds, and losing a peer takes longer than
-    that to end the next rank, so the order is the true one. Close it: `with` does."""
+    """Notices which rank vanished first. Close it: `with` does.
+
+    Descriptors wake us within milliseconds, and losing a peer takes longer than that to end the next rank, so the order is
+    the true one.
+    """
 
     def __init__(self, run: RunLayout, leader: ProcessIdentity) -> None:
         self.first_dead: int | None = None
@@ -34,15 +37,12 @@ class Watch:
         """Wait until a process ends, at most `seconds`. Returns whether the leader has ended."""
         self._open_new_ranks()
         ready = {descriptor for descriptor, _ in self._poller.poll(seconds * 1000)}
-        leader_ended = self._leader_fd in ready
         for descriptor in ready - {self._leader_fd}:
             rank = self._ranks.pop(descriptor)
             self._poller.unregister(descriptor)
             os.close(descriptor)
-            # When the leader dies the kernel kills the ranks (PR_SET_PDEATHSIG): none of them is the cause.
-            if not leader_ended:
-                self._note(rank)
-        return leader_ended
+            self._note(rank)
+        return self._leader_fd in ready
 
     def _open_new_ranks(self) -> None:
         for rank, identity in recorded_ranks(self._run).items():

@@ -172,7 +172,7 @@ class TestOrphaned:
         far.kill_supervisor()
         lock = acquire(far.run.run_lock, LockKind.SHARED)
         try:
-            error = far.call("stop", now=True, timeout=0.2).error
+            error = far.call("stop", now=True, timeout=1.5).error
         finally:
             os.close(lock)
         assert error["code"] == 9

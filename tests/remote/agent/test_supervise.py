@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -157,12 +158,9 @@ class TestWatch:
             assert watch.wait(5.0) is False
             assert watch.first_dead == 1
 
-    def test_the_leaders_death_is_no_ranks_fault(self, run, processes):
+    def test_the_leaders_end(self, run, processes):
         with Watch(run, ProcessIdentity.of(processes[0].pid)) as watch:
-            watch.wait(0.0)
-            for process in processes:
-                process.kill()
-                process.wait()
+            processes[0].kill()
             assert watch.wait(5.0) is True
             assert watch.first_dead is None
 
@@ -191,13 +189,15 @@ class TestWatch:
 class TestAftermath:
     """What is cleared away, and what is not."""
 
-    def test_sockets_are_removed(self, run, tmp_path):
-        folder = tmp_path / "dflash-sockets"
-        folder.mkdir()
+    def test_sockets_and_ring_are_removed(self, run, tmp_path):
+        folder = Path(tempfile.mkdtemp(prefix="dflash-", dir=tmp_path))
         (folder / "events.sock").touch()
+        ring = Path("/dev/shm") / folder.name
+        ring.write_bytes(b"slots")
         run.sockets.write_text(f"{folder}\n")
         remove_sockets(run)
         assert not folder.exists()
+        assert not ring.exists()
 
     @pytest.mark.parametrize("named", ["/", "/tmp", "relative/dflash-x", "{tmp}/precious", "{tmp}/dflash-link", "\0"])
     def test_nothing_else_is(self, run, tmp_path, named):

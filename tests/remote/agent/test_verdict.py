@@ -103,6 +103,21 @@ def test_a_leader_killed_by_a_signal(run):
     assert judge(run, told(), Ending("trainer", returncode=-9)).signal == 9
 
 
+def test_the_ranks_of_a_killed_leader_are_not_the_cause(run):
+    record = judge(run, told(), Ending("trainer", returncode=-9, first_dead=2))
+    assert (record.failed_rank, record.message) == (None, "the leader was killed by signal 9")
+
+
+def test_the_leaders_own_error_belongs_to_no_rank(run):
+    fail(run, -1, 1.0, "no such model")
+    record = judge(run, told(), Ending("trainer", returncode=7))
+    assert (record.failed_rank, record.message, record.traceback) == (
+        None,
+        "RuntimeError: no such model",
+        "Traceback of -1",
+    )
+
+
 def test_torn_error_records_still_name_their_rank(run):
     run.error(4).write_text('{"rank": 4, "ro')
     (run.path / "errors" / "rank-x.json").write_text("{}")

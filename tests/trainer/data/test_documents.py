@@ -190,3 +190,34 @@ def test_a_file_of_many_chunks_is_one_set(tmp_path: Path, write_jsonl, monkeypat
     chunked = open_dataset(path, max_length=99)
     assert chunked.fingerprint == whole.fingerprint
     assert [chunked.document(i).input_ids[0] for i in range(30)] == list(range(30))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 99), st.integers(0, 1)), min_size=1, max_size=9), min_size=1, max_size=9
+    ),
+    st.integers(2, 9),
+)
+def test_every_figure_is_that_of_the_documents_it_gives(tmp_path: Path, drawn: Any, max_length: int) -> None:
+    """What the schedule is made from (lengths, candidates) is what the target will read."""
+    rows = [{"input_ids": [t for t, _ in row], "loss_mask": [on for _, on in row]} for row in drawn]
+    path = tmp_path / "figures.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, ROW]))
+    dataset = open_dataset(path, max_length=max_length, vocab_size=100)
+    for index in range(len(dataset)):
+        document = dataset.document(index)
+        mask = document.loss_mask
+        assert len(document.input_ids) == len(mask) == dataset.lengths[index] <= max_length
+        assert mask.sum() == dataset.supervised[index]
+        assert (mask[:-1] & mask[1:]).sum() == dataset.candidates[index] >= 1
+    assert dataset.counts.read == len(rows) + 1
+    assert dataset.counts.kept + dataset.counts.without_candidates == dataset.counts.read
+
+
+def test_counts_are_said_in_words(tmp_path: Path, write_jsonl) -> None:
+    dataset = open_dataset(write_jsonl(tmp_path / "a.jsonl", [ROW, ROW | {"loss_mask": [0, 1, 0, 0]}]), max_length=3)
+    assert str(dataset.counts) == (
+        "2 documents read, 1 kept, 1 dropped without two supervised tokens in a row, 2 cut to the maximum length, "
+        "3 supervised tokens"
+    )

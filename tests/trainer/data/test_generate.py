@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from remote.protocol.errors import DflashError, ExitCode
 from trainer.data import generate
@@ -196,3 +199,30 @@ def test_flags_out_of_range_are_usage_errors(target_dir: Path, prompts: Path, ou
         run(target_dir, prompts, output, *flag)
     assert caught.value.code == ExitCode.USAGE
     assert not output.parent.exists()
+
+
+@given(st.lists(st.integers(1, 200), max_size=80), st.integers(1, 9))
+def test_batches_hold_every_prompt_once_sorted_inside_a_window(lengths: list[int], batch_size: int) -> None:
+    prompts = [generate.Prompt(str(i), (), [0] * length) for i, length in enumerate(lengths)]
+    batches = list(generate._batches(prompts, batch_size))
+    keys = [prompt.key for batch in batches for prompt in batch]
+    assert sorted(keys, key=int) == [str(i) for i in range(len(lengths))]
+    window = batch_size * generate._WINDOW_BATCHES
+    for start in range(0, len(keys), window):
+        part = keys[start : start + window]
+        assert {int(key) for key in part} == set(range(start, start + len(part)))
+        sizes = [lengths[int(key)] for key in part]
+        assert sizes == sorted(sizes)
+
+
+def test_a_target_without_a_stop_token_is_refused(tmp_path: Path, chat: ChatTokenizer) -> None:
+    endless = copy.copy(chat)
+    endless.eos_token_id = None
+    with pytest.raises(DflashError, match="no stop token"):
+        generate.stop_ids(tmp_path, endless)
+
+
+def test_the_key_of_a_prompt_is_pinned() -> None:
+    """An output that is resumed by a later version has to be recognised."""
+    assert generate.prompt_key([Message("user", "Count to 3.")]) == "c6318caad8681765"
+    assert generate.prompt_key([Message("system", "Count to 3.")]) != "c6318caad8681765"

@@ -155,3 +155,22 @@ def test_longest_first_is_what_balances() -> None:
 def test_shared_roles_of_different_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="3 and 2"):
         assign_step([1], 1, 1, 3, 2, shared=True)
+
+
+def test_the_odd_micro_batch_of_each_step_goes_round() -> None:
+    """The mutant that starts every step at index 0 gives target 0 twice the work of the others, for ever."""
+    counts = [0, 0, 0]
+    for step in range(1, 31):
+        for _, target, _ in assign_step([9, 9, 9, 9], step, 1, 3, 1, shared=False):
+            counts[target] += 1
+    assert counts == [40, 40, 40]
+
+
+def test_targets_and_drafters_are_balanced_independently() -> None:
+    """Five targets and three drafters: no function of the target's index would balance both."""
+    tokens = [100, 90, 80, 70, 60, 50, 40, 30, 20, 10, 5, 5]
+    ranks = assign_step(tokens, 5, 1, 5, 3, shared=False)
+    for role, count in ((1, 5), (2, 3)):
+        loads = [sum(t for t, rank in zip(tokens, ranks, strict=True) if rank[role] == index) for index in range(count)]
+        assert max(loads) - min(loads) <= 30
+    assert len({rank[1:] for rank in ranks}) > 5

@@ -1,0 +1,46 @@
+"""Whatever prepare writes, open_dataset reads back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trainer.data.chat import Encoded
+from trainer.data.documents import open_dataset
+from trainer.data.tokenised_files import JsonlWriter, ParquetWriter
+
+TOKENS = st.lists(st.tuples(st.integers(0, 2**31 - 2), st.booleans()), max_size=8)
+# Documents without a candidate are dropped on reading, so each gets two labels at its end.
+BATCHES = st.lists(st.lists(TOKENS.map(lambda t: [*t, (1, True), (2, True)]), max_size=4), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize(("writer", "name"), [(JsonlWriter, "a.jsonl"), (ParquetWriter, "a.parquet")])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+@given(batches=BATCHES.filter(any))
+def test_documents_come_back_as_they_were(tmp_path: Path, writer, name: str, batches) -> None:
+    documents = [
+        [Encoded(np.array([t for t, _ in d], np.int32), np.array([on for _, on in d], np.uint8), 0) for d in batch]
+        for batch in batches
+    ]
+    with writer(tmp_path / name) as file:
+        for batch in documents:
+            file.write(batch)
+    dataset = open_dataset(tmp_path / name, max_length=99)
+    expected = [document for batch in documents for document in batch]
+    assert len(dataset) == len(expected)
+    for index, document in enumerate(expected):
+        assert dataset.document(index).input_ids.tolist() == document.input_ids.tolist()
+        assert dataset.document(index).loss_mask.tolist() == document.loss_mask.tolist()
+
+
+@pytest.mark.parametrize(("writer", "name"), [(JsonlWriter, "a.jsonl"), (ParquetWriter, "a.parquet")])
+def test_a_writer_closes_its_file_when_its_block_fails(tmp_path: Path, writer, name: str) -> None:
+    file = writer(tmp_path / name)
+    with pytest.raises(RuntimeError), file:
+        raise RuntimeError
+    with pytest.raises((ValueError, AssertionError)):  # AssertionError is pyarrow's word for a closed file
+        file.write([Encoded(np.array([1], np.int32), np.array([1], np.uint8), 0)])

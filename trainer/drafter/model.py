@@ -15,22 +15,10 @@ from torch.nn import functional
 from trainer.drafter.attention import DenseAttention, KeysValues
 from trainer.drafter.blocks import Blocks
 from trainer.drafter.config import DrafterConfig
+from trainer.drafter.norm import RMSNorm
 
 States = torch.Tensor | Sequence[torch.Tensor]
 Rotation = tuple[torch.Tensor, torch.Tensor]
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last dimension, accumulated in float32 at least."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normed x, same shape and dtype."""
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def rotation(positions: torch.Tensor, config: DrafterConfig, dtype: torch.dtype) -> Rotation:

@@ -97,11 +97,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         correct = torch.zeros_like(labels, dtype=torch.bool)
         for start in range(0, len(rows), chunk_rows):
             part = slice(start, start + chunk_rows)
-            logits = (hidden[rows[part]] @ head_weight.T).to(weights.dtype)
-            correct[part] = logits.argmax(dim=-1) == labels[part]
-            losses, logits_gradient = _cross_entropy(logits, labels[part], weights[part])
+            logits = (hidden[rows[part]].to(head_weight.dtype) @ head_weight.T).to(weights.dtype)
+            losses, correct[part], logits_gradient = _cross_entropy(logits, labels[part], weights[part])
             loss_sum += losses.sum()
-            gradient[rows[part]] = logits_gradient.to(hidden.dtype) @ head_weight
+            gradient[rows[part]] = (logits_gradient.to(head_weight.dtype) @ head_weight).to(hidden.dtype)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(correct)
         return loss_sum, correct
@@ -117,13 +116,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def _cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return w·CE f[rows] and its gradient f[rows, V], which overwrites `logits`. Other objectives take this place."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return w·CE f[rows], whether the label is the argmax, and the gradient f[rows, V], which overwrites `logits`.
+
+    One exponential serves loss and gradient. Other objectives take this place.
+    """
     chosen = logits.gather(-1, labels[:, None])
-    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
-    probabilities = logits.sub_(normaliser).exp_()
-    probabilities.scatter_add_(-1, labels[:, None], torch.full_like(chosen, -1.0))
-    return (normaliser - chosen)[:, 0] * weights, probabilities.mul_(weights[:, None])
+    highest, predicted = logits.max(dim=-1, keepdim=True)
+    exponentials = logits.sub_(highest).exp_()
+    total = exponentials.sum(dim=-1, keepdim=True)
+    losses = (total.log() + highest - chosen)[:, 0] * weights
+    gradient = exponentials.mul_(weights[:, None] / total)
+    gradient.scatter_add_(-1, labels[:, None], -weights[:, None])
+    return losses, predicted[:, 0] == labels, gradient
 
 
 def _metrics(correct: torch.Tensor, blocks: Blocks) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from trainer.drafter.model import Drafter
@@ -80,6 +81,30 @@ def test_gradients_match_finite_differences(config, row, blocks_of):
                 parameter[at] -= sign * step
         slope = (losses[0] - losses[1]) / (2 * step)
         torch.testing.assert_close(float(gradients[name][at]), slope, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_float32_masters_under_bfloat16_autocast(config, row, blocks_of, split):
+    torch.manual_seed(0)
+    drafter = Drafter(config(layer_types="mixed", sliding_window=5))
+    blocks = blocks_of(row([13, 21], 3))
+    states = torch.randn(37, 96)
+    embed, head = ends(torch.float32)
+
+    def gradients(dtype, enabled):
+        drafter.zero_grad()
+        narrow = states.to(dtype)
+        given = narrow.chunk(3, dim=-1) if split else narrow
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            sums = drafter_forward(
+                drafter, embed.to(dtype), head.to(dtype), given, blocks, num_target_layer_ids=3, chunk_rows=9
+            )
+        sums.loss_sum.backward()
+        return torch.cat([parameter.grad.flatten() for parameter in drafter.parameters()])
+
+    wanted, got = gradients(torch.float32, False), gradients(torch.bfloat16, True)
+    assert got.dtype is torch.float32
+    assert torch.nn.functional.cosine_similarity(wanted, got, dim=0) > 0.995
 
 
 def test_an_overfitted_toy_accepts_whole_blocks(config, row, blocks_of):

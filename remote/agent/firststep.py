@@ -38,6 +38,7 @@ def follow_to_first_step(run: RunLayout, answer: Answer, limit: float) -> None:
             log_size, heard_at = size, time.monotonic()
         if time.monotonic() - heard_at >= limit:
             raise _silent(run, limit)
+        answer.check()
         time.sleep(_POLL_SECONDS)
     status = status_of(run)
     if status.step == 0 and status.state in (Lifecycle.FAILED, Lifecycle.LOST):

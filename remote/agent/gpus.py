@@ -124,14 +124,15 @@ def require_free(devices: Sequence[str]) -> dict[str, int]:
     return used
 
 
-def wait_free(devices: Sequence[str], tell: Callable[[str], None]) -> None:
-    """Wait until no device is held, telling what holds it each time that changes."""
+def wait_free(devices: Sequence[str], tell: Callable[[str], None], check: Callable[[], None]) -> None:
+    """Wait until no device is held, telling what is held each time that changes; `check` may raise to end the wait."""
     told = ""
     while held := [f"GPU {index}: {mib} MiB" for index, mib in memory_used(devices).items() if mib > HELD_MIB]:
         text = "waiting for " + ", ".join(item.partition(":")[0] for item in held)
         if text != told:
             tell(f"{text} ({', '.join(held)})")
             told = text
+        check()
         time.sleep(_WAIT_SECONDS)
 
 

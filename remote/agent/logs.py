@@ -35,7 +35,7 @@ def logs(request: Request, answer: Answer) -> None:
     with Follower(_path(run, name), name, answer) as follower:
         follower.begin(request.count("offset"), request.count("tail"), request.count("device"), request.count("inode"))
         if request.flag("follow", False):
-            _follow(run, follower)
+            _follow(run, follower, answer)
         else:
             follower.drain()
         ended, _ = readable(ExitRecord, run, "exit.json")
@@ -50,7 +50,7 @@ def _path(run: RunLayout, name: str) -> Path:
     return paths[name]
 
 
-def _follow(run: RunLayout, follower: Follower) -> None:
+def _follow(run: RunLayout, follower: Follower, answer: Answer) -> None:
     alive, asked_at = True, 0.0
     while True:
         now = time.monotonic()
@@ -61,6 +61,7 @@ def _follow(run: RunLayout, follower: Follower) -> None:
         # Asked before the last read found nothing: what a dead run wrote has been read to its end.
         if not alive:
             return
+        answer.check()
         time.sleep(_POLL_SECONDS)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from remote.agent.wire import Answer, ClientGone
+from remote.agent.wire import Answer
 from remote.protocol.codec import dumps, loads_object
 from remote.protocol.errors import DflashError, preflight_error
 
@@ -39,8 +39,7 @@ def run_trainer_verb(
                 return process.wait(_POLL_SECONDS)
             except subprocess.TimeoutExpired:
                 look()
-                if answer.gone:
-                    raise ClientGone from None
+                answer.check()
     finally:
         if process.poll() is None:
             process.kill()

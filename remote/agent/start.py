@@ -40,7 +40,7 @@ def start(request: Request, answer: Answer) -> None:
         # Cheap answer first; the same check decides again under the lock.
         refuse_if_busy(root, plan.spec.devices)
         if plan.wait_gpus:
-            wait_free(plan.spec.devices, answer.say)
+            wait_free(plan.spec.devices, answer.say, answer.check)
         # Outside the lock: importing torch takes longer than others should wait for theirs.
         if plan.preflight:
             answer.phase("preflight")

@@ -6,7 +6,7 @@ import os
 import time
 
 from remote.agent.aftermath import clear_remains, remove_sockets, write_exit
-from remote.agent.escalation import Escalation, Stage
+from remote.agent.escalation import Escalation, Stage, kill_all
 from remote.agent.gpus import above_baseline
 from remote.agent.lifecycle import choose_run, lifecycle_of, lives, no_such_run, readable, status_of
 from remote.agent.processes import remains
@@ -60,15 +60,19 @@ def _ask(run: RunLayout, request: Request, grace: float) -> None:
     earlier = read_stop(run)
     if earlier is not None and earlier.grace <= grace:
         return
-    write_json(
-        run.stop,
-        StopRequest(
-            deadline=time.time() + grace,
-            by=request.text("by", "") or "stop",
-            checkpoint=not request.flag("now", False),
-            grace=grace,
-        ),
-    )
+    now = request.flag("now", False)
+    by = request.text("by", "") or "stop"
+    try:
+        write_json(run.stop, StopRequest(deadline=time.time() + grace, by=by, checkpoint=not now, grace=grace))
+    except OSError as error:
+        if not now:
+            raise DflashError(
+                "the stop could not be asked for",
+                cause=f"{run.stop}: {error.strerror}",
+                hint="free some space, or `dflashctl stop --now`, which needs none",
+                code=ExitCode.STOP_INCOMPLETE,
+            ) from error
+        kill_all(run)
 
 
 class _Waiting:
@@ -105,6 +109,7 @@ class _Waiting:
                 hint="`dflashctl stop --now` does not wait for a checkpoint; a process in state D waits for the kernel",
                 code=ExitCode.STOP_INCOMPLETE,
             )
+        self._answer.check()
         time.sleep(_POLL_SECONDS)
         return events
 
@@ -123,6 +128,7 @@ class _Waiting:
             descriptor = acquire(self._run.sup_lock, LockKind.EXCLUSIVE)
         except LockBusy:  # another stop was faster and does it
             return
+        self._answer.outlive_client()
         try:
             self._answer.say("the supervisor is dead: this stop ends the run itself", level="warning")
             stop = read_stop(self._run)

@@ -5,6 +5,7 @@ It runs any argv that writes protocol events, escalates a stop, notices stalls a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -44,8 +45,9 @@ def supervise(run_dir: Path, sup_lock: int) -> int:
 
 
 def log(text: str) -> None:
-    """Write a line to supervisor.log (our standard output)."""
-    print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}", flush=True)
+    """Write a line to supervisor.log (our standard output); a full disk costs the line, not the supervisor."""
+    with contextlib.suppress(OSError):
+        print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}", flush=True)
 
 
 class Supervisor:
@@ -80,7 +82,11 @@ class Supervisor:
             )
             return 0
         leader = ProcessIdentity.of(process.pid)
-        write_pidfile(self._run.trainer_pid, leader)
+        try:
+            write_pidfile(self._run.trainer_pid, leader)
+        except OSError as error:
+            # We know the leader without it; only a stop that stands in for us would have to find it by its environment.
+            self._file.alarm("pidfile_unwritten", f"trainer.pid could not be written: {error.strerror}")
         self._file.change(trainer_pid=process.pid)
         log(f"leader is pid {process.pid}: {' '.join(self._spec.argv)}")
         with Watch(self._run, leader) as watch:

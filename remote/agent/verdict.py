@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from remote.protocol.errors import DflashError
 from remote.protocol.events import CheckpointSaved, Event, Phase, RunFinished, Step
 from remote.protocol.layout import RunLayout
 from remote.protocol.records import ExitRecord, Lifecycle, RankError, StopRequest, read_record
@@ -124,7 +125,10 @@ def _blame(run: RunLayout, story: Story, ending: Ending) -> tuple[int | None, st
         return dead, f"rank {dead}{f' ({role})' if role else ''} died without a word: {reason}", ""
     if errors:
         first = min(errors.values(), key=lambda error: error.time)
-        return None if first.rank == LEADER else first.rank, f"{first.kind}: {first.message}", first.traceback
+        # A DflashError is a sentence for people already.
+        said = first.message if first.kind == DflashError.__name__ else f"{first.kind}: {first.message}"
+        message = f"{said} ({first.cause})" if first.cause else said
+        return None if first.rank == LEADER else first.rank, message, first.traceback
     return None, _leader_message(ending), ""
 
 

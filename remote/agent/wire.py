@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
@@ -118,6 +119,7 @@ class Answer:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._gone = threading.Event()
+        self._outlives = False
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Answer:
@@ -131,10 +133,14 @@ class Answer:
         # A beat may be stuck in a full pipe nobody reads; the thread is a daemon, so it does not outlive the process.
         self._thread.join(timeout=1.0)
 
-    @property
-    def gone(self) -> bool:
-        """Whether the client is known to be gone: a heartbeat could not be delivered."""
-        return self._gone.is_set()
+    def check(self) -> None:
+        """Raise ClientGone when a heartbeat could not be delivered. Long waits call this: they write nothing themselves."""
+        if self._gone.is_set() and not self._outlives:
+            raise ClientGone
+
+    def outlive_client(self) -> None:
+        """From now on the work matters more than the answer: a client that goes away ends nothing."""
+        self._outlives = True
 
     def hello(self, release: str, root: Path) -> None:
         version = ".".join(str(part) for part in sys.version_info[:3])
@@ -182,18 +188,14 @@ class Answer:
         """Write one whole frame. Raises ClientGone when nobody reads."""
         rest = memoryview(frame.encode())
         with self._lock:
-            if self._gone.is_set():
-                raise ClientGone
             try:
-                while rest:
+                while rest and not self._gone.is_set():
                     rest = rest[os.write(self._descriptor, rest) :]
-            except (BrokenPipeError, ConnectionResetError) as error:
+            except (BrokenPipeError, ConnectionResetError):
                 self._gone.set()
-                raise ClientGone from error
+        self.check()
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_SECONDS):
-            try:
+            with contextlib.suppress(ClientGone):
                 self._json(Kind.HEARTBEAT, {"time": time.time()})
-            except ClientGone:
-                return

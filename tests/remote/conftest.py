@@ -167,10 +167,11 @@ class FarEnd:
         self.agent = agent
         self.pyz = pyz
         self.environment: dict[str, str] = {}
+        self.prefix: list[str] = []
         self.release = ""
 
     def begin(self, verb: str, **request: Any) -> Call:
-        command = [sys.executable, "-I", str(self.pyz), verb]
+        command = [*self.prefix, sys.executable, "-I", str(self.pyz), verb]
         return Call(command, b"", {"root": str(self.root.path), **request}, self.environment)
 
     def call(self, verb: str, **request: Any) -> Reply:

@@ -84,7 +84,7 @@ def test_waiting_ends_when_memory_is_free(smi, monkeypatch):
         told.append(text)
         smi(table(4))
 
-    gpus.wait_free(["0"], tell)
+    gpus.wait_free(["0"], tell, lambda: None)
     assert told == ["waiting for GPU 0 (GPU 0: 60000 MiB)"]
 
 

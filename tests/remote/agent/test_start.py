@@ -94,6 +94,15 @@ def test_the_same_run_id_is_a_query(far):
     assert far.start(run_id=run_id).result["status"]["state"] == "stopped", "an ended run is not launched again"
 
 
+def test_a_client_that_goes_away_in_silence_leaves_no_agent_behind(far):
+    call = far.begin("start", **far.request("--silent", limit=60))
+    call.until(lambda frame: frame.kind is Kind.HEARTBEAT)
+    call.process.stdout.close()
+    assert call.process.wait(10) == 1
+    call.kill()
+    assert is_held(far.run.sup_lock)
+
+
 @pytest.mark.parametrize("when", ["hello", "run_started"])
 def test_a_client_killed_in_mid_start_and_retried_has_one_run(far, wait_for, when):
     request = far.request("--load", "1")

@@ -6,8 +6,8 @@ import json
 import sys
 
 from remote.agent.lifecycle import Tail, run_ids
-from remote.agent.startplan import RunLayout
 from remote.protocol.events import encode
+from remote.protocol.layout import RunLayout
 from tests.remote.agent.test_verdict import step
 
 

@@ -17,6 +17,10 @@ from remote.protocol.layout import RootLayout
 from remote.protocol.locks import LockKind, acquire, is_held
 from remote.protocol.records import ExitRecord, RunSpec, RunState, read_record
 
+NO_FILES = (
+    "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); os.execv(sys.argv[1], sys.argv[1:])"
+)
+
 
 def ended(far) -> ExitRecord:
     """Return the exit record, after checking that nothing of the run lives."""
@@ -107,6 +111,17 @@ def test_a_stop_without_its_client_goes_on(far, wait_for):
     assert ended(far).result == "stopped"
 
 
+def test_a_full_disk_does_not_keep_a_run_from_being_stopped(far):
+    far.running()
+    # No file may be written at all, as on a full disk, but for root too.
+    far.prefix = [sys.executable, "-c", NO_FILES]
+    error = far.call("stop").error
+    assert error["code"] == 9
+    assert "stop --now" in error["hint"]
+    assert far.ok("stop", now=True)["status"]["state"] == "failed"
+    assert ended(far).signal == signal.SIGKILL
+
+
 def test_a_grandchild_that_left_session_and_group_is_found(far):
     far.running("--grandchild")
     strays = [identity for identity in carriers(far.run.run_id) if identity not in known(far)]
@@ -150,6 +165,16 @@ class TestOrphaned:
         far.running("--ignore-stop", "--ignore-term", "--grandchild")
         far.kill_supervisor()
         assert far.call("stop", grace=0.1).result["status"]["state"] == "stopped"
+        assert ended(far).result == "stopped"
+
+    def test_a_stop_that_stands_in_outlives_its_client(self, far, wait_for):
+        far.running("--ignore-stop")
+        far.kill_supervisor()
+        call = far.begin("stop", grace=0.5)
+        call.until(lambda frame: b"the supervisor is dead" in frame.payload)
+        call.process.stdout.close()
+        assert call.process.wait(20) == 0
+        call.kill()
         assert ended(far).result == "stopped"
 
     def test_two_stops_at_once(self, far):

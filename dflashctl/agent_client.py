@@ -9,8 +9,9 @@ from typing import Any
 from dflashctl.answer import NO_ANSWER_HINT, Answer, NoHello
 from dflashctl.errors import NoAnswer
 from dflashctl.release import Release
+from dflashctl.results import Deployed, Releases, RolledBack, Runs, Started, Stopped, parse
 from dflashctl.transport import Transport
-from remote.protocol.codec import from_plain, plain
+from remote.protocol.codec import plain
 from remote.protocol.frames import Kind, json_frame, new_nonce
 from remote.protocol.loader import LOADER
 from remote.protocol.records import RunSpec, RunStatus
@@ -100,8 +101,8 @@ class AgentClient:
             pyz = self._pyz()
             yield f"{len(pyz)}\n".encode("ascii") + pyz
 
-    def deploy(self, release: Release, *, selfcheck: bool, on_event: OnEvent) -> dict[str, Any]:
-        """Ship `release` unless it is there, have it checked and made current; return the agent's result."""
+    def deploy(self, release: Release, *, selfcheck: bool, on_event: OnEvent) -> Deployed:
+        """Ship `release` unless it is there, have it checked and made current."""
         request = {
             "release": release.id,
             "manifest": release.manifest,
@@ -116,7 +117,7 @@ class AgentClient:
                     answer.end()
                 elif isinstance(item, dict):
                     on_event(item)
-            return answer.result
+            return parse(Deployed, answer.result)
 
     def start(self, request: StartRequest, on_event: OnEvent) -> RunStatus:
         """Start a run, or ask after it when it was started already; return at its first step or its end."""
@@ -128,40 +129,29 @@ class AgentClient:
             "wait_gpus": request.wait_gpus,
         }
         with self.call("start", body) as answer:
-            return _status(answer.drain(on_event).get("status"))
+            return parse(Started, answer.drain(on_event)).status
 
-    def stop(self, run: str, *, now: bool, grace: float, by: str, on_event: OnEvent) -> dict[str, Any]:
-        """Stop a run ("" for the live one) and wait until nothing of it lives; return the agent's result."""
+    def stop(self, run: str, *, now: bool, grace: float, by: str, on_event: OnEvent) -> Stopped:
+        """Stop a run ("" for the live one) and wait until nothing of it lives."""
         with self.call("stop", {"run": run, "now": now, "grace": grace, "by": by}) as answer:
-            return answer.drain(on_event)
+            return parse(Stopped, answer.drain(on_event))
 
     def status(self, run: str = "") -> RunStatus:
         """Return the state of a run; of the live or last one for ""."""
         with self.call("status", {"run": run}) as answer:
-            return _status(answer.drain())
+            return parse(RunStatus, answer.drain())
 
-    def runs(self, limit: int) -> list[RunStatus]:
+    def runs(self, limit: int) -> tuple[RunStatus, ...]:
         """Return at most `limit` runs, newest first."""
         with self.call("runs", {"limit": limit}) as answer:
-            return [_status(entry) for entry in answer.drain().get("runs", [])]
+            return parse(Runs, answer.drain()).runs
 
-    def releases(self) -> dict[str, Any]:
+    def releases(self) -> Releases:
         """Return the releases over there and which is current."""
         with self.call("releases", {}) as answer:
-            return answer.drain()
+            return parse(Releases, answer.drain())
 
-    def rollback(self, to: str) -> dict[str, Any]:
+    def rollback(self, to: str) -> RolledBack:
         """Make release `to` current ("" for the one before the current one)."""
         with self.call("rollback", {"to": to}) as answer:
-            return answer.drain() | {"root": answer.hello.get("root", self.root)}
-
-
-def _status(data: Any) -> RunStatus:
-    try:
-        return from_plain(RunStatus, data)
-    except (ValueError, TypeError) as error:
-        raise NoAnswer(
-            "the agent's answer makes no sense",
-            cause=str(error),
-            hint="run `dflashctl deploy` to ship the agent that fits",
-        ) from error
+            return parse(RolledBack, answer.drain())

@@ -80,10 +80,10 @@ class Answer:
         except FrameError as error:
             raise NoAnswer(f"no sensible answer from {self._name}", cause=str(error), hint=NO_ANSWER_HINT) from error
         if frame is not None and frame.kind is Kind.ERROR:
-            raise _far_end_error(frame.json())
+            raise _far_end_error(self._object(frame))
         if frame is None or frame.kind is not Kind.HELLO:
             raise NoHello(self._said("it ended without a word"))
-        self.hello = frame.json()
+        self.hello = self._object(frame)
         if self.hello.get("protocol") != PROTOCOL:
             raise NoAnswer(
                 f"the agent on {self._name} speaks another protocol",
@@ -98,14 +98,14 @@ class Answer:
         """
         for frame in self._frames():
             if frame.kind is Kind.EVENT:
-                yield frame.json()
+                yield self._object(frame)
             elif frame.kind is Kind.DATA:
                 yield frame.payload
             elif frame.kind is Kind.RESULT:
-                self.result = frame.json()
+                self.result = self._object(frame)
                 return
             elif frame.kind is Kind.ERROR:
-                raise _far_end_error(frame.json())
+                raise _far_end_error(self._object(frame))
 
     def drain(self, on_event: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
         """Read to the end, handing events on; return the result."""
@@ -125,6 +125,12 @@ class Answer:
             if frame is None:
                 raise self._lost("the answer was torn" if self._parser.pending else "it ended without a result")
             yield frame
+
+    def _object(self, frame: Frame) -> dict[str, Any]:
+        try:
+            return frame.json()
+        except FrameError as error:
+            raise self._lost(str(error)) from error
 
     def _next_frame(self) -> Frame | None:
         while not self._waiting:

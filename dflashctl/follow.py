@@ -9,6 +9,7 @@ from typing import Any
 
 from dflashctl.agent_client import AgentClient
 from dflashctl.errors import ConnectionLost, NoAnswer
+from dflashctl.results import LogEnd, Position, parse
 
 _BACK_OFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0)
 """Pauses in seconds between attempts; more than a minute without an answer and the command ends with exit code 8."""
@@ -31,13 +32,6 @@ class Notice:
     text: str
 
 
-@dataclass(frozen=True)
-class End:
-    """The agent's last word: the run's state and, where it has ended, its exit record."""
-
-    result: dict[str, Any]
-
-
 class Follower:
     """Yields the bytes of a log as they come; `run_id` and position survive a lost connection."""
 
@@ -46,10 +40,10 @@ class Follower:
         self._request = request
         self._sleep = sleep
         self._run = request.run
-        self._position: dict[str, int] = {}
+        self._position: Position | None = None
         self._attempt = 0
 
-    def __iter__(self) -> Iterator[bytes | Notice | End]:
+    def __iter__(self) -> Iterator[bytes | Notice | LogEnd]:
         """Yield until the log, or with `follow` the run, has ended.
 
         Raises the agent's own errors, and NoAnswer when the connection cannot be had back for a minute.
@@ -60,7 +54,7 @@ class Follower:
                 return
             except NoAnswer as error:
                 # Only what was lost in mid-answer is asked again; a destination that never answered is an error at once.
-                if not self._request.follow or not (isinstance(error, ConnectionLost) or self._position):
+                if not self._request.follow or not (isinstance(error, ConnectionLost) or self._position is not None):
                     raise
                 if self._attempt >= len(_BACK_OFF):
                     raise
@@ -68,27 +62,31 @@ class Follower:
                 self._sleep(_BACK_OFF[self._attempt])
                 self._attempt += 1
 
-    def _one_connection(self) -> Iterator[bytes | Notice | End]:
+    def _one_connection(self) -> Iterator[bytes | Notice | LogEnd]:
         body: dict[str, Any] = {"run": self._run, "file": self._request.file, "follow": self._request.follow}
-        body |= self._position or {"tail": self._request.tail}
+        if self._position is None:
+            body["tail"] = self._request.tail
+        else:
+            body |= {key: getattr(self._position, key) for key in ("device", "inode", "offset")}
         with self._client.call("logs", body) as answer:
             for item in answer:
                 if isinstance(item, bytes):
                     self._attempt = 0
-                    if self._position:
-                        self._position["offset"] += len(item)
+                    if self._position is not None:
+                        self._position = self._position.after(len(item))
                     yield item
                 else:
                     yield from self._take_position(item)
-            yield End(answer.result)
+            yield parse(LogEnd, answer.result)
 
     def _take_position(self, event: dict[str, Any]) -> Iterator[Notice]:
-        if "offset" in event:
-            self._position = {key: int(event[key]) for key in ("device", "inode", "offset")}
-            # From now on this very run: a newer one must not slip in behind a reconnect.
-            self._run = str(event.get("run", self._run)) or self._run
-        if event.get("notice"):
-            yield Notice(str(event["notice"]))
+        if "offset" not in event:
+            return
+        self._position = parse(Position, event)
+        # From now on this very run: a newer one must not slip in behind a reconnect.
+        self._run = self._position.run or self._run
+        if self._position.notice:
+            yield Notice(self._position.notice)
 
 
 class LineAssembler:

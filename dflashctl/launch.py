@@ -59,7 +59,7 @@ def show_started(status: RunStatus, talk: Talk, session: Session, as_json: bool)
     if as_json:
         OUT.line(dumps(status))
         return
-    if not Lifecycle(status.state).alive:
+    if status.state in list(Lifecycle) and not Lifecycle(status.state).alive:
         for line in status_lines(status, session.label, OUT):
             OUT.line(line)
         return

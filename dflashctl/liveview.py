@@ -12,6 +12,7 @@ from rich.text import Text
 
 from dflashctl.console import OUT, width
 from dflashctl.logview import LogView, end_line, readable
+from dflashctl.results import LogEnd
 from dflashctl.views import duration
 from remote.protocol.events import parse_line
 
@@ -83,9 +84,9 @@ class LiveView(LogView):
     def notice(self, text: str) -> None:
         self._bar.console.print(Text(f"-- {text}", style="yellow"), soft_wrap=True)
 
-    def end(self, state: str, record: dict[str, Any]) -> None:
-        style = "bold green" if state == "finished" else "bold cyan" if state == "stopped" else "bold red"
-        self._bar.console.print(Text(end_line(state, record), style=style), soft_wrap=True)
+    def ended(self, end: LogEnd) -> None:
+        style = "bold green" if end.state == "finished" else "bold cyan" if end.state == "stopped" else "bold red"
+        self._bar.console.print(Text(end_line(end), style=style), soft_wrap=True)
 
     def _advance(self, fields: dict[str, Any]) -> None:
         if fields["kind"] == "step":

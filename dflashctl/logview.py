@@ -9,7 +9,8 @@ from typing import Any
 
 from dflashctl.console import ERR, OUT, harmless
 from dflashctl.follow import LineAssembler
-from remote.protocol.codec import dumps, loads_object
+from dflashctl.results import LogEnd
+from remote.protocol.codec import dumps, loads_object, plain
 from remote.protocol.events import parse_line
 
 # A rendered alarm in train.log, or one in events.jsonl.
@@ -54,18 +55,18 @@ class LogView(ABC):
         """Say something about the log; never on stdout, which is the log."""
         ERR.line(f"-- {text}")
 
-    def end(self, state: str, record: dict[str, Any]) -> None:
+    def ended(self, end: LogEnd) -> None:
         """Say how the run ended."""
-        OUT.line(end_line(state, record))
+        OUT.line(end_line(end))
 
 
-def end_line(state: str, record: dict[str, Any]) -> str:
+def end_line(end: LogEnd) -> str:
     """Return the last line of a followed log."""
-    line = f"run {record['run_id']} {state}" if record.get("run_id") else f"run {state}"
-    if record.get("last_step"):
-        line += f" at step {record['last_step']}"
-    if record.get("last_checkpoint"):
-        line += f", checkpoint {record['last_checkpoint']}"
+    line = f"run {end.run} {end.state}" if end.run else f"run {end.state}"
+    if end.exit is not None and end.exit.last_step:
+        line += f" at step {end.exit.last_step}"
+    if end.exit is not None and end.exit.last_checkpoint:
+        line += f", checkpoint {end.exit.last_checkpoint}"
     return line
 
 
@@ -83,8 +84,8 @@ class PipedView(LogView):
 class RawView(PipedView):
     """Bytes of the log and nothing else."""
 
-    def end(self, state: str, record: dict[str, Any]) -> None:
-        ERR.line(end_line(state, record))
+    def ended(self, end: LogEnd) -> None:
+        ERR.line(end_line(end))
 
 
 class PlainView(LogView):
@@ -107,8 +108,8 @@ class JsonView(LogView):
         for line in lines:
             OUT.line(dumps(_as_object(line.decode("utf-8", errors="replace"))))
 
-    def end(self, state: str, record: dict[str, Any]) -> None:
-        OUT.line(dumps({"kind": "end", "state": state, "exit": record or None}))
+    def ended(self, end: LogEnd) -> None:
+        OUT.line(dumps({"kind": "end", **plain(end)}))
 
 
 def _as_object(line: str) -> dict[str, Any]:

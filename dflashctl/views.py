@@ -23,7 +23,7 @@ from remote.protocol.events import (
 from remote.protocol.records import Lifecycle, RunStatus
 from trainer.config import config_flags
 
-STATE_STYLES = {
+STATE_STYLES: dict[str, str] = {
     Lifecycle.STARTING: "yellow",
     Lifecycle.RUNNING: "green",
     Lifecycle.STOPPING: "yellow",
@@ -66,9 +66,10 @@ def status_lines(status: RunStatus, where: str, out: Stream, now: float | None =
     now = time.time() if now is None else now
     if status.state == Lifecycle.NONE:
         return [f"no run yet on {where}; `dflashctl start` begins one"]
-    state = out.style(status.state, STATE_STYLES.get(Lifecycle(status.state), "bold"))
+    state = out.style(harmless(status.state), STATE_STYLES.get(status.state, "bold"))
     name = f" ({status.name})" if status.name else ""
-    alive = Lifecycle(status.state).alive
+    # A state of a newer far end is shown as it is.
+    alive = status.state in list(Lifecycle) and Lifecycle(status.state).alive
     label = out.style("ALARM", "red bold")
     lines = [f"{label} {alarm.kind}: {harmless(alarm.message)}" for alarm in status.alarms]
     lines.append(f"{out.style(status.run_id, 'bold')}{name} on {where}: {state}")

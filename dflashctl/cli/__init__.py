@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any, cast
 
 import typer
 
@@ -29,6 +31,8 @@ def main() -> None:
     """Entry point of the script."""
     # Where a supervisor or a test started us with SIGINT ignored, Ctrl-C would not reach the verbs that detach on it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A name may hold what the terminal's encoding lacks, or bytes that are no text at all: shown escaped, never a crash.
+    cast("io.TextIOWrapper[Any]", sys.stdout).reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dflashctl.cli.options import Common, command
 from dflashctl.console import OUT
-from remote.protocol.codec import dumps
+from remote.protocol.codec import dumps, plain
 
 if TYPE_CHECKING:
+    from dflashctl.results import Deployed
     from dflashctl.session import Session
 
 
@@ -44,13 +45,11 @@ def verb(
     total = sum(len(content) for content in release.files.values())
     talk.say(f"release {release.id} of {tree.directory} ({tree.origin}): {len(release.files)} files, {size(total)}")
     result = session.client.deploy(release, selfcheck=selfcheck, on_event=talk)
-    _remember(session, release.id, str(result.get("root") or session.client.root))
+    _remember(session, release.id, result.root)
     if common.as_json:
-        OUT.line(
-            dumps({"release": release.id, "host": session.settings["host"], "ct": session.settings["ct"], **result})
-        )
+        OUT.line(dumps({"host": session.settings["host"], "ct": session.settings["ct"], **plain(result)}))
     else:
-        OUT.line(_summary(session, result, release.id, duration(time.monotonic() - begun)))
+        OUT.line(_summary(session, result, duration(time.monotonic() - begun)))
     return 0
 
 
@@ -67,9 +66,9 @@ def _remember(session: Session, release: str, root: str) -> None:
     session.store.remember(known, make_current=True)
 
 
-def _summary(session: Session, result: dict[str, Any], release: str, took: str) -> str:
-    place = f"{session.label}, {result.get('root', session.client.root)}"
-    if not result.get("changed", True):
-        return f"release {release} was current already on {place}: nothing sent ({took})"
-    before = f", was {result['previous']}" if result.get("previous") else ""
-    return f"release {release} is current on {place}{before} ({took})"
+def _summary(session: Session, result: Deployed, took: str) -> str:
+    place = f"{session.label}, {result.root}"
+    if not result.changed:
+        return f"release {result.release} was current already on {place}: nothing sent ({took})"
+    before = f", was {result.previous}" if result.previous else ""
+    return f"release {result.release} is current on {place}{before} ({took})"

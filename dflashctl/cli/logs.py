@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from remote.protocol.errors import DflashError, ExitCode, usage_error
 if TYPE_CHECKING:
     from dflashctl.follow import Follower
     from dflashctl.logview import LogView
+    from dflashctl.results import LogEnd
 
 _FILES = ("train", "events", "supervisor")
 _FOLLOW_TAIL = 50
@@ -47,39 +48,39 @@ def verb(
     follower = Follower(session.client, LogRequest(run, file, lines, follow))
     try:
         with choose_view(as_json=common.as_json, raw=raw) as view:
-            result = _pump(follower, view)
-            # Stalls are noticed by the supervisor and stand in no log.
-            alarms = view.alarms or (follow and bool(session.client.status(str(result.get("run", run))).alarms))
+            end = _pump(follower, view)
+        if not follow:
+            return int(ExitCode.OK)
+        # Stalls are noticed by the supervisor and stand in no log.
+        alarmed = view.alarms > 0 or bool(session.client.status(end.run or run).alarms)
     except KeyboardInterrupt:
         ERR.line("\ndetached; the run goes on: `dflashctl status`, `dflashctl stop`" if follow else "\ninterrupted")
         return int(ExitCode.INTERRUPTED)
-    return _outcome(result, view, bool(alarms)) if follow else int(ExitCode.OK)
+    view.ended(end)
+    return int(ExitCode.ALARM) if alarmed else _judge(end)
 
 
-def _pump(follower: Follower, view: LogView) -> dict[str, Any]:
+def _pump(follower: Follower, view: LogView) -> LogEnd:
     from dflashctl.follow import Notice
+    from dflashctl.results import LogEnd
 
-    result: dict[str, Any] = {}
+    end = LogEnd("unknown")
     for item in follower:
         if isinstance(item, bytes):
             view.feed(item)
         elif isinstance(item, Notice):
             view.notice(item.text)
         else:
-            result = item.result
+            end = item
     view.finish()
-    return result
+    return end
 
 
-def _outcome(result: dict[str, Any], view: LogView, alarmed: bool) -> int:
-    """Say how the run ended, as the last line, and return the exit code that means it."""
-    state = str(result.get("state", ""))
-    record: dict[str, Any] = result.get("exit") or {}
-    view.end(state, record)
-    if alarmed:
-        return int(ExitCode.ALARM)
-    if state in ("finished", "stopped"):
+def _judge(end: LogEnd) -> int:
+    """Return the exit code that a run's end means, and say why where it is no good one."""
+    if end.state in ("finished", "stopped"):
         return int(ExitCode.OK)
-    message = str(record.get("message") or "no exit record says why")
-    error = DflashError(f"the run is {state}", cause=message, hint="`dflashctl status` shows its traceback")
+    message = end.exit.message if end.exit is not None else ""
+    cause = message or "no exit record says why"
+    error = DflashError(f"the run is {end.state}", cause=cause, hint="`dflashctl status` shows what is known of it")
     return report(error, as_json=False)

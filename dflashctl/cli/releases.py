@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
 
 from dflashctl.cli.options import Common, command
 from dflashctl.console import OUT
@@ -20,12 +20,17 @@ def verb(common: Common) -> int:
     if common.as_json:
         OUT.line(dumps(result))
         return 0
-    entries: list[dict[str, Any]] = result.get("releases", [])
-    if not entries:
+    if not result.releases:
         OUT.line(f"no release yet on {session.label}; `dflashctl deploy` ships one")
         return 0
-    current = result.get("current")
-    rows = [["*" if entry["release"] == current else "", str(entry["release"])] for entry in entries]
-    for line in table(("", "release"), rows, OUT):
+    rows = [
+        [
+            "*" if entry.release == result.current else "",
+            entry.release,
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.deployed)),
+        ]
+        for entry in result.releases
+    ]
+    for line in table(("", "release", "deployed"), rows, OUT):
         OUT.line(line)
     return 0

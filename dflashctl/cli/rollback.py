@@ -22,9 +22,12 @@ def verb(
 
     session = Session.open(common.flags(), verbose=common.verbose)
     result = session.client.rollback(to)
-    release, root = str(result["release"]), str(result["root"])
     if session.remembered is not None:
-        known = dataclasses.replace(session.remembered, release=release, root=root)
+        known = dataclasses.replace(session.remembered, release=result.release)
         session.store.remember(known, make_current=False)
-    OUT.line(dumps(result) if common.as_json else f"release {release} is current on {session.label}, {root}")
+    OUT.line(
+        dumps(result)
+        if common.as_json
+        else f"release {result.release} is current on {session.label}, was {result.previous}"
+    )
     return 0

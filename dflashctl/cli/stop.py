@@ -39,5 +39,5 @@ def verb(
     except KeyboardInterrupt:
         ERR.line("\nno longer watching; the run goes on stopping if it was asked to: `dflashctl status`")
         return int(ExitCode.INTERRUPTED)
-    OUT.line(dumps(result) if common.as_json else str(result["message"]))
+    OUT.line(dumps(result) if common.as_json else result.message)
     return int(ExitCode.OK)

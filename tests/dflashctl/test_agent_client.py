@@ -11,6 +11,7 @@ from farend import HELLO, far_end, strip_agent
 from dflashctl.agent_client import AgentClient, StartRequest
 from dflashctl.errors import NoAnswer
 from dflashctl.release import Release
+from dflashctl.results import Deployed
 from remote.protocol.codec import plain
 from remote.protocol.frames import FrameParser, Kind
 from remote.protocol.layout import new_run_id
@@ -75,11 +76,16 @@ def test_no_python_at_all_is_no_answer_and_quotes_the_far_end():
 @pytest.mark.parametrize("need", [True, False])
 def test_deploy_sends_the_release_only_when_it_is_needed(need):
     def play(verb, request, sent):
-        yield from (HELLO, (Kind.EVENT, {"need": need}), (Kind.RESULT, {"changed": need}))
+        yield from (
+            HELLO,
+            (Kind.EVENT, {"need": need}),
+            (Kind.RESULT, {"release": RELEASE.id, "root": "/far/root", "changed": need, "sent": need}),
+        )
 
     memory = far_end(play)
     client = client_of(memory)
-    assert client.deploy(RELEASE, selfcheck=False, on_event=lambda event: None) == {"changed": need}
+    deployed = client.deploy(RELEASE, selfcheck=False, on_event=lambda event: None)
+    assert deployed == Deployed(RELEASE.id, "/far/root", changed=need, sent=need)
     request, *rest = frames_sent(memory.channels[0])
     assert request.json()["release"] == RELEASE.id
     assert client.calls == 1

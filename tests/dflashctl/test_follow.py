@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from dflashctl.agent_client import AgentClient
 from dflashctl.errors import ConnectionLost, NoAnswer
-from dflashctl.follow import End, Follower, LineAssembler, LogRequest, Notice
+from dflashctl.follow import Follower, LineAssembler, LogRequest, Notice
+from dflashctl.results import LogEnd
 from dflashctl.transport import Silence
 from remote.protocol.errors import DflashError, ExitCode
 from remote.protocol.frames import Kind
@@ -53,7 +54,7 @@ def test_no_byte_is_lost_or_doubled_wherever_the_connection_breaks(log, pieces, 
     follower, _ = follower_of(log_server(log, pieces, breaks))
     items = list(follower)
     assert b"".join(item for item in items if isinstance(item, bytes)) == log
-    assert items[-1] == End({"state": "finished"})
+    assert items[-1] == LogEnd("finished")
 
 
 def test_a_resume_without_the_offset_would_be_noticed():
@@ -115,7 +116,7 @@ def test_notices_pass_and_the_run_is_pinned_by_the_first_position():
         yield from (HELLO, (Kind.EVENT, {"device": 1, "inode": 2, "offset": 0, "run": "r1", "notice": "truncated"}))
         if len(calls) == 1:
             yield Silence()
-        yield (Kind.RESULT, {})
+        yield (Kind.RESULT, {"state": "finished"})
 
     follower, _ = follower_of(play)
     texts = [item.text for item in follower if isinstance(item, Notice)]

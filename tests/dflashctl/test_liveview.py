@@ -17,12 +17,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys, time
 from dflashctl.logview import choose_view
+from dflashctl.results import LogEnd
 with choose_view(as_json=False, raw=False) as view:
     view.feed(sys.stdin.buffer.read())
     time.sleep(0.3)
     view.finish()
     view.notice("truncated")
-view.end("finished", {"run_id": "r", "last_step": 3})
+view.ended(LogEnd("finished", "r"))
 print(view.alarms, type(view).__name__)
 """
 

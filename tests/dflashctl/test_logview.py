@@ -7,7 +7,9 @@ import json
 import pytest
 
 from dflashctl.logview import JsonView, PipedView, PlainView, RawView, choose_view, end_line, readable
+from dflashctl.results import LogEnd
 from remote.protocol import events as ev
+from remote.protocol.records import ExitRecord
 
 ALARM = ev.AlarmRaised(time=1.0, alarm="non_finite", message="loss NaN on drafter 1", step=3)
 SAVED = ev.CheckpointSaved(time=2.0, step=3, path="/c", bytes=10, seconds=0.5)
@@ -44,26 +46,26 @@ def test_a_terminal_without_colours_gets_harmless_lines(capsys):
 def test_json_gives_events_as_objects_and_the_rest_as_text(capsys):
     view = JsonView()
     feed(view, LOG + b'\n{"kind":"alarm","alarm":"x"}\n{"kind": torn\n', 9)
-    view.end("failed", {"run_id": "r", "code": 1})
+    view.ended(LogEnd("failed", "r", ExitRecord("r", "failed", 1.0, "trainer", code=1)))
     objects = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [entry["kind"] for entry in objects] == [
         "text", "alarm", "text", "checkpoint_saved", "text", "alarm", "text", "end"
     ]  # fmt: skip
     assert objects[3]["path"] == "/c"
-    assert objects[-1]["exit"] == {"run_id": "r", "code": 1}
+    assert (objects[-1]["state"], objects[-1]["exit"]["code"]) == ("failed", 1)
     assert view.alarms == 2
 
 
 def test_the_end_of_a_raw_log_is_no_part_of_it(capsys):
-    RawView().end("finished", {})
-    PipedView().end("finished", {})
+    RawView().ended(LogEnd("finished"))
+    PipedView().ended(LogEnd("finished"))
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("run finished\n", "run finished\n")
 
 
 def test_end_line():
-    record = {"run_id": "r", "last_step": 7, "last_checkpoint": "/c"}
-    assert end_line("stopped", record) == "run r stopped at step 7, checkpoint /c"
+    record = ExitRecord("r", "stopped", 1.0, "trainer", last_step=7, last_checkpoint="/c")
+    assert end_line(LogEnd("stopped", "r", record)) == "run r stopped at step 7, checkpoint /c"
 
 
 def test_the_view_fits_the_stream(monkeypatch):

@@ -1,0 +1,115 @@
+"""Starting: what the spec says, and that a lost connection asks again and never starts twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from farend import HELLO, far_end
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflashctl.agent_client import AgentClient, StartRequest
+from dflashctl.errors import ConnectionLost
+from dflashctl.launch import make_spec, start_run
+from dflashctl.session import Session
+from dflashctl.talk import Talk
+from dflashctl.training import Training
+from dflashctl.transport import Silence
+from remote.protocol.codec import from_plain, plain
+from remote.protocol.errors import DflashError, ExitCode
+from remote.protocol.frames import Kind
+from remote.protocol.layout import is_run_id
+from remote.protocol.records import RunSpec, RunStatus
+from trainer.config import TrainConfig
+
+
+@pytest.fixture
+def session(tmp_path):
+    home = {"DFLASHCTL_HOME": str(tmp_path), "DFLASHCTL_GRACE": "33"}
+    return Session.open({}, environment=home, directory=tmp_path)
+
+
+def training_of(**values):
+    return Training(TrainConfig.from_mapping(values), {}, Path("/c.toml"), "test")
+
+
+@pytest.mark.parametrize(
+    ("values", "devices"),
+    [
+        ({"device": "cpu"}, ("cpu",)),
+        ({"target_gpus": [0, 1, 2, 3, 4], "drafter_gpus": [5, 6, 7]}, tuple("01234567")),
+        ({"target_gpus": [10, 2], "drafter_gpus": [10, 2]}, ("2", "10")),
+    ],
+)
+def test_the_spec_names_the_devices(session, values, devices):
+    assert make_spec(session, training_of(**values), name="", note="").devices == devices
+
+
+def test_the_spec_is_complete_as_far_as_this_side_knows(session):
+    spec = make_spec(session, training_of(lr=0.5, stall_timeout=7), name="n", note="why")
+    assert is_run_id(spec.run_id)
+    assert (spec.name, spec.note, spec.host, spec.stop_grace, spec.stall_timeout) == ("n", "why", "local", 33.0, 7.0)
+    assert spec.config["lr"] == 0.5
+    assert TrainConfig.from_mapping(spec.config) == training_of(lr=0.5, stall_timeout=7).config
+    assert spec.by
+
+
+class Far:
+    """A far end that breaks off so many times before it answers."""
+
+    def __init__(self, session, breaks, error=None):
+        self.requests = []
+        self._breaks = breaks
+        self._error = error
+        client = AgentClient(far_end(self._play), python="p", root="/r", release="0" * 12, pyz=lambda: b"")
+        session.__dict__["client"] = client
+
+    def _play(self, verb, request, sent):
+        self.requests.append(request)
+        yield HELLO
+        if len(self.requests) <= self._breaks:
+            yield Silence()
+        if self._error is not None:
+            yield (Kind.ERROR, self._error.to_json())
+        yield (Kind.RESULT, {"status": plain(RunStatus(request["spec"]["run_id"], "running", step=1))})
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr("dflashctl.launch._RETRY_PAUSES", (0.0, 0.0, 0.0))
+
+
+def request_for(session):
+    return StartRequest(make_spec(session, training_of(device="cpu"), name="", note=""), 5.0)
+
+
+def test_a_lost_connection_asks_again_for_the_same_run(session):
+    far, request = Far(session, 2), request_for(session)
+    assert start_run(session, request, Talk()).run_id == request.spec.run_id
+    assert [sent["spec"]["run_id"] for sent in far.requests] == [request.spec.run_id] * 3
+    assert far.requests[0] == far.requests[2]
+
+
+def test_it_gives_up_in_the_end(session):
+    far = Far(session, 99)
+    with pytest.raises(ConnectionLost):
+        start_run(session, request_for(session), Talk())
+    assert len(far.requests) == 4
+
+
+def test_what_the_agent_says_is_not_asked_again(session):
+    far = Far(session, 0, DflashError("a run is already there", code=ExitCode.ALREADY_RUNNING))
+    with pytest.raises(DflashError, match="already there"):
+        start_run(session, request_for(session), Talk())
+    assert len(far.requests) == 1
+
+
+@given(st.text(), st.text())
+def test_any_name_and_note_arrive_unchanged(tmp_path_factory, name, note):
+    directory = tmp_path_factory.getbasetemp()
+    session = Session.open({}, environment={"DFLASHCTL_HOME": str(directory)}, directory=directory)
+    far = Far(session, 0)
+    spec = make_spec(session, training_of(device="cpu"), name=name, note=note)
+    start_run(session, StartRequest(spec, 5.0), Talk())
+    assert from_plain(RunSpec, far.requests[0]["spec"]) == spec

@@ -50,10 +50,10 @@ def save(
     total = _bytes(weights) + _bytes(moments)
     with new_directory(destination) as directory:
         progress(0, total)
-        save_file(weights, directory / "drafter.safetensors")
+        save_file(weights, directory / checkpoint_files.DRAFTER_FILE)
         progress(_bytes(weights), total)
-        save_file(moments, directory / "optimizer.safetensors")
-        write_json(directory / "drafter_config.json", drafter.config.to_zlab(dtype))
+        save_file(moments, directory / checkpoint_files.OPTIMIZER_FILE)
+        write_json(directory / checkpoint_files.DRAFTER_CONFIG_FILE, drafter.config.to_zlab(dtype))
         write_json(directory / checkpoint_files.STATE_FILE, state)
         progress(total, total)
     return Saved(destination, total, time.monotonic() - start)
@@ -63,8 +63,8 @@ def restore(checkpoint: Path, drafter: Drafter, optimizer: StepOptimizer) -> Non
     """Load weights and moments. Raises a preflight error when the files are not those of this drafter."""
     device = next(drafter.parameters()).device
     try:
-        drafter.load_state_dict(load_file(checkpoint / "drafter.safetensors", device=str(device)))
-        optimizer.load_state_dict(load_file(checkpoint / "optimizer.safetensors", device=str(device)))
+        drafter.load_state_dict(load_file(checkpoint / checkpoint_files.DRAFTER_FILE, device=str(device)))
+        optimizer.load_state_dict(load_file(checkpoint / checkpoint_files.OPTIMIZER_FILE, device=str(device)))
     except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
         raise preflight_error(
             f"{checkpoint} cannot be restored", cause=str(error), hint="resume from an earlier checkpoint"

@@ -17,6 +17,9 @@ from remote.protocol.records import read_record
 from trainer.config import TrainConfig
 
 STATE_FILE = "trainer_state.json"
+DRAFTER_FILE = "drafter.safetensors"
+DRAFTER_CONFIG_FILE = "drafter_config.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
 _NAME = re.compile(r"step-([0-9]{8})")
 
 # What decides which numbers a step computes. Layout, threads, transfer mode and intervals may change on resume; these may not.

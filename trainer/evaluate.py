@@ -181,6 +181,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate as the command line says; return the exit code."""
     if arguments.max_new_tokens < 1:
         raise usage_error(f"--max-new-tokens is {arguments.max_new_tokens}", hint="give at least 1")
+    if arguments.json and not arguments.json.parent.is_dir():
+        raise usage_error(f"there is no directory for --json {arguments.json}")
     dtype = DTYPES[arguments.dtype]
     drafters = [load_exported(path, dtype).to(arguments.device) for path in arguments.drafter]
     report: list[dict[str, Any]] = []

@@ -13,15 +13,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from remote.protocol.errors import preflight_error
+from trainer.checkpoint_files import DRAFTER_CONFIG_FILE, DRAFTER_FILE, read_state
+from trainer.config import TrainConfig
 from trainer.drafter.config import DrafterConfig
+from trainer.drafter.fresh import fresh_drafter
 from trainer.drafter.model import Drafter
 from trainer.target.facts import read_config
 from trainer.target.new_directory import new_directory
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# What `python -m trainer train` puts into a checkpoint directory: float32 masters under the serving names.
-CHECKPOINT_WEIGHTS = "drafter.safetensors"
-CHECKPOINT_CONFIG = "drafter_config.json"
 
 
 def export_drafter(state: Mapping[str, torch.Tensor], config: DrafterConfig, destination: Path, dtype: str) -> None:
@@ -75,30 +75,34 @@ def load_checkpoint(directory: Path) -> tuple[dict[str, torch.Tensor], DrafterCo
     Raises:
         DflashError: it is none, or is damaged (code 7).
     """
-    path = directory / CHECKPOINT_CONFIG
+    path = directory / DRAFTER_CONFIG_FILE
     if not path.is_file():
         raise preflight_error(
             f"{directory} is no checkpoint",
-            cause=f"it has no {CHECKPOINT_CONFIG}",
+            cause=f"it has no {DRAFTER_CONFIG_FILE}",
             hint="give a step directory below the run's checkpoints",
         )
     try:
         config = DrafterConfig.from_zlab(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as problem:
         raise preflight_error(f"{path} is no JSON", cause=str(problem)) from problem
-    return _read_state(directory / CHECKPOINT_WEIGHTS), config
+    return _read_state(directory / DRAFTER_FILE), config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `python -m trainer export`."""
     parser.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint directory of a run")
     parser.add_argument("--output", type=Path, required=True, help="the directory to make")
+    parser.add_argument("--untrained", action="store_true", help="the drafter as it was before the run's first step")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="type of the exported tensors")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Export as the command line says; return the exit code. Prints the directory, which is the verb's answer."""
     state, config = load_checkpoint(arguments.checkpoint)
+    if arguments.untrained:
+        trained_with = TrainConfig.from_mapping(read_state(arguments.checkpoint).config, "the checkpoint")
+        state = fresh_drafter(trained_with).state_dict()
     export_drafter(state, config, arguments.output, arguments.dtype)
     print(f"{len(state)} tensors, {sum(t.numel() for t in state.values()):,} parameters", file=sys.stderr)
     print(arguments.output.resolve())

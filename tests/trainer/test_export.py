@@ -39,8 +39,8 @@ def drafter(config) -> Drafter:
 def checkpoint(tmp_path, config, drafter):
     directory = tmp_path / "step-7"
     directory.mkdir()
-    save_file(drafter.state_dict(), directory / export.CHECKPOINT_WEIGHTS)
-    (directory / export.CHECKPOINT_CONFIG).write_text(json.dumps(config.to_zlab("float32")))
+    save_file(drafter.state_dict(), directory / export.DRAFTER_FILE)
+    (directory / export.DRAFTER_CONFIG_FILE).write_text(json.dumps(config.to_zlab("float32")))
     return directory
 
 
@@ -125,7 +125,7 @@ def test_a_directory_that_is_no_checkpoint(tmp_path):
 
 
 def test_a_cut_off_checkpoint(checkpoint, tmp_path):
-    weights = checkpoint / export.CHECKPOINT_WEIGHTS
+    weights = checkpoint / export.DRAFTER_FILE
     weights.write_bytes(weights.read_bytes()[:-10])
     with pytest.raises(DflashError, match="cannot read"):
         run("--checkpoint", checkpoint, "--output", tmp_path / "out")

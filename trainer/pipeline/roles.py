@@ -13,9 +13,9 @@ from remote.protocol.errors import preflight_error
 from trainer import checkpoint
 from trainer.data.documents import open_dataset
 from trainer.data.schedule import MicroBatch
+from trainer.drafter.fresh import fresh_drafter
 from trainer.drafter.model import Drafter
 from trainer.drafter.objective import make_vocab_subset
-from trainer.drafter.start import start_from_target
 from trainer.optimizer import StepOptimizer
 from trainer.pipeline.figures import DeferredFigures
 from trainer.pipeline.handover import Receiver, Sender
@@ -33,7 +33,6 @@ from trainer.preflight import drafter_config
 from trainer.target.ends import load_ends
 from trainer.target.facts import target_facts
 from trainer.target.load import load_target
-from trainer.target.weights import last_layers
 from trainer.telemetry import EventWriter, PhaseLog, Telemetry
 from trainer.train import TrainResult, train
 
@@ -146,10 +145,7 @@ def build_drafter(post: Post) -> tuple[Drafter, StepOptimizer, Ends]:
     config, plan = post.config, post.plan
     with post.phases.phase("loading", f"drafter on {post.device}"):
         facts = target_facts(Path(config.target_model))
-        torch.manual_seed(config.seed)
-        drafter = Drafter(drafter_config(config, facts))
-        if config.init_from_target == "on" and not plan.resume:
-            start_from_target(drafter, *last_layers(facts, config.drafter_layers))
+        drafter = fresh_drafter(config)
         masters = torch.float64 if config.dtype == "float64" else torch.float32
         drafter.to(device=post.device, dtype=masters)
         optimizer = StepOptimizer(drafter, config, plan.total_steps)

@@ -72,8 +72,7 @@ def target_facts(path: Path | str) -> TargetFacts:
     if prefix is None:
         raise _unusable(directory, "no tensor named embed_tokens.weight", "the directory must hold the whole model")
     embedding_name = f"{prefix}embed_tokens.weight"
-    # transformers ties when either level says so; a head tensor in the files settles it where neither does.
-    tied = bool(text_config.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
+    tied = _tied(config, text_config, has_head="lm_head.weight" in tensors)
     head_name = embedding_name if tied else "lm_head.weight"
     if head_name not in tensors:
         raise _unusable(directory, f"no tensor named {head_name}, and tie_word_embeddings is not set")
@@ -159,6 +158,12 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
     if size < end:
         raise _unusable(file.parent, f"{file.name} is cut off: {size} of {end} bytes", "copy the model again")
     return entries
+
+
+def _tied(config: Mapping[str, Any], text_config: Mapping[str, Any], *, has_head: bool) -> bool:
+    """Return whether the embedding is the head too. A wrapper says it at two levels; if they differ, the files decide."""
+    said = {bool(each["tie_word_embeddings"]) for each in (config, text_config) if "tie_word_embeddings" in each}
+    return said.pop() if len(said) == 1 else bool(said) and not has_head
 
 
 def _eos_token_ids(directory: Path, *configs: Mapping[str, Any]) -> tuple[int, ...]:

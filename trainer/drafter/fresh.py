@@ -1,0 +1,28 @@
+"""The drafter as a run begins with it: a function of configuration and target alone, the same on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from trainer.config import TrainConfig
+from trainer.drafter.model import Drafter
+from trainer.drafter.start import start_from_target
+from trainer.preflight import drafter_config
+from trainer.target.facts import target_facts
+from trainer.target.weights import last_layers
+
+
+def fresh_drafter(config: TrainConfig) -> Drafter:
+    """Return a float32 drafter on the CPU, drawn from the run's seed or started from the target's last layers.
+
+    Raises:
+        DflashError: target or configuration do not fit (code 7).
+    """
+    facts = target_facts(Path(config.target_model))
+    torch.manual_seed(config.seed)
+    drafter = Drafter(drafter_config(config, facts))
+    if config.init_from_target == "on":
+        start_from_target(drafter, *last_layers(facts, config.drafter_layers))
+    return drafter

@@ -231,6 +231,12 @@ def test_no_new_token_is_a_usage_error(exported):
     assert caught.value.code is ExitCode.USAGE
 
 
+def test_a_missing_place_for_the_figures_is_said_before_the_work(exported, tmp_path):
+    path, _, out = exported("full")
+    with pytest.raises(DflashError, match="no directory"):
+        run("--target-model", path, "--drafter", out, "--json", tmp_path / "absent" / "out.json")
+
+
 class SpellingTokenizer:
     """As much of a tokenizer as the standard set needs: one token a character."""
 

@@ -121,3 +121,15 @@ def test_facts_need_no_torch(make_target):
         f"target_facts({str(make_target())!r}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("outer", "inner", "tied"), [(True, True, True), (False, False, False), (False, True, False)])
+def test_a_wrapper_that_says_two_things_is_judged_by_its_files(make_target, tmp_path, outer, inner, tied):
+    path = shutil.copytree(
+        make_target("Qwen3_5ForConditionalGeneration", tie_word_embeddings=False), tmp_path / "model"
+    )
+    config = json.loads((path / "config.json").read_text())
+    config["tie_word_embeddings"] = outer
+    config["text_config"]["tie_word_embeddings"] = inner
+    (path / "config.json").write_text(json.dumps(config))
+    assert target_facts(path).tied is tied

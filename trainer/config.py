@@ -173,9 +173,9 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _typed(kind: str, value: Any) -> Any:
+def _typed(kind: str, value: Any, choices: tuple[str, ...]) -> Any:
     """Return `value` as the declared type; raises ValueError with what was expected."""
-    if kind == "str" and isinstance(value, bool):
+    if isinstance(value, bool) and choices == ON_OFF:
         return "on" if value else "off"
     if kind == "str" and isinstance(value, str):
         return value
@@ -192,7 +192,7 @@ def _typed(kind: str, value: Any) -> Any:
 def _checked(field: dataclasses.Field[Any], value: Any, origin: str) -> Any:
     rule = field.metadata
     try:
-        typed = _typed(str(field.type), value)
+        typed = _typed(str(field.type), value, rule["choices"])
         if rule["choices"] and typed not in rule["choices"]:
             raise ValueError(f"expected one of {', '.join(rule['choices'])}")
         for item in typed if isinstance(typed, tuple) else (typed,):

@@ -7,6 +7,7 @@ to it over a datagram socket, from its first line on. Nothing here imports torch
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -21,6 +22,9 @@ from typing import Protocol
 from remote.protocol import events as ev
 
 EventSink = Callable[[ev.Event], None]
+
+# Not bound yet, or the writer has ended: the kernel refuses once, then it has forgotten the peer.
+_NOBODY_LISTENS = (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTCONN)
 
 
 class Telemetry(Protocol):
@@ -119,8 +123,10 @@ class EventSender:
             while self._waiting:
                 self._socket.send(self._waiting[0])
                 self._waiting.popleft()
-        except (FileNotFoundError, ConnectionRefusedError):
-            return  # Not bound yet, or the writer has ended: the next event tries again.
+        except OSError as error:
+            if error.errno not in _NOBODY_LISTENS:
+                raise
+            self._connected = False  # The next event tries again.
 
     def close(self) -> None:
         with self._lock:

@@ -28,6 +28,8 @@ def train(session: DrafterSession) -> TrainResult:
             # Gradients of SUMS add up; only the last backward of the step meets the other drafters'.
             sums.add(session.backward(row, last=position == len(micro_batches) - 1))
             session.release(row)
+        if not micro_batches:
+            session.stand_in(step)
         outcome = session.apply(step, sums)
         # Read one step later on a GPU, so that no step waits for the host; the stop flag travels with the figures.
         stopping = session.report(step, sums, outcome)

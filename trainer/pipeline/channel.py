@@ -53,6 +53,7 @@ class PairChannel:
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         self._socket = connection
+        self._peer_left = False
         self.peer = peer
 
     def send(self, message: SlotMessage) -> None:
@@ -83,7 +84,9 @@ class PairChannel:
     def _parse(self, data: bytes) -> SlotMessage:
         if not data:
             raise PeerDied(self.peer)
-        return SlotMessage.unpack(data)
+        message = SlotMessage.unpack(data)
+        self._peer_left = self._peer_left or message.kind is MessageKind.BYE
+        return message
 
     def say_goodbye(self) -> None:
         """Send BYE; a peer that is gone already needs none."""
@@ -93,10 +96,13 @@ class PairChannel:
             return
 
     def wait_goodbye(self) -> None:
-        """Read until the peer's BYE; what is still on its way is of no use any more."""
+        """Read until the peer's BYE; what is still on its way is of no use any more.
+
+        A BYE that a working thread read counts: two ends that both read on for a second one would wait for ever.
+        """
         try:
-            while self.receive().kind is not MessageKind.BYE:
-                pass
+            while not self._peer_left:
+                self.receive()
         except PeerDied:
             return
 

@@ -44,15 +44,21 @@ def lead(config: TrainConfig) -> NoReturn:
     run = run_layout(config)
     hold_run_lock(run, inheritable=True)
     try:
-        plan_path = prepare(config, run)
+        plan = prepare(config, run)
+        try:
+            path = run.path / "plan.json"
+            plan.save(path)
+            launch(Layout.of(config), path, config)
+        except BaseException:
+            plan.forget_names()
+            raise
     except Exception as error:
         file_error(run, error, rank=_LEADER, role="leader", device="", phase="preflight", time=time.time())
         raise
-    launch(Layout.of(config), plan_path, config)
 
 
-def prepare(config: TrainConfig, run: RunLayout) -> Path:
-    """Check the configuration, reserve the ring and write the plan; returns the plan's path."""
+def prepare(config: TrainConfig, run: RunLayout) -> RunPlan:
+    """Check the configuration, reserve the ring and decide the plan. Raises DflashError; then nothing is left reserved."""
     # A directory of its own under output_dir too: a run never writes among another run's checkpoints.
     output_dir = Path(config.output_dir).absolute() / run.run_id if config.output_dir else run.checkpoints
     found = preflight(config, output_dir)
@@ -65,16 +71,15 @@ def prepare(config: TrainConfig, run: RunLayout) -> Path:
         # Reads every document: only where the softmax runs over the data's tokens.
         token_ids_seen=found.dataset.token_ids_seen() if config.loss_vocab_extra >= 0 else np.zeros(0, dtype=np.int64),
     )
-    sockets = Path(tempfile.mkdtemp(prefix="dflash-"))
-    write_durably(run.sockets, f"{sockets}\n".encode())
     size, slots = ring_size(config, found.drafter)
-    plan = RunPlan(
+    sockets, ring_file = reserve(config, run, size * slots)
+    return RunPlan(
         run_id=run.run_id,
         run_dir=str(run.path),
         config=config.to_dict(),
         leader_pid=os.getpid(),
         sockets=str(sockets),
-        ring_file=reserve_ring(config, sockets.name, size * slots),
+        ring_file=ring_file,
         slot_bytes=size,
         slots_per_pair=slots,
         captured_layers=len(found.drafter.target_layer_ids),
@@ -86,9 +91,6 @@ def prepare(config: TrainConfig, run: RunLayout) -> Path:
         output_dir=str(output_dir),
         resume=resume,
     )
-    path = run.path / "plan.json"
-    plan.save(path)
-    return path
 
 
 def resume_point(config: TrainConfig, found: Prepared) -> tuple[str, int]:
@@ -100,6 +102,18 @@ def resume_point(config: TrainConfig, found: Prepared) -> tuple[str, int]:
         state, config, fingerprint=found.dataset.fingerprint, total_steps=found.total_steps
     )
     return str(Path(config.resume).absolute()), state.step + 1
+
+
+def reserve(config: TrainConfig, run: RunLayout, slots_size: int) -> tuple[Path, str]:
+    """Make the sockets' directory and the ring's file, named alike; both or, when there is no room, neither."""
+    sockets = Path(tempfile.mkdtemp(prefix="dflash-"))
+    try:
+        # Named before the ring exists, so that a killed leader leaves no ring that nobody can find.
+        write_durably(run.sockets, f"{sockets}\n".encode())
+        return sockets, reserve_ring(config, sockets.name, slots_size)
+    except BaseException:
+        sockets.rmdir()
+        raise
 
 
 def reserve_ring(config: TrainConfig, name: str, slots_size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ class RunPlan:
     def pair_address(self, target: int, drafter: int) -> Path:
         """Socket that joins one target to one drafter."""
         return Path(self.sockets) / f"pair-{target}-{drafter}.sock"
+
+    def forget_names(self) -> None:
+        """Remove the ring's file and the sockets' directory: both live on in the mappings and connections that ranks have."""
+        if self.ring_file:
+            Path(self.ring_file).unlink(missing_ok=True)
+        shutil.rmtree(self.sockets, ignore_errors=True)
 
     def save(self, path: Path) -> None:
         write_json(path, self)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,15 +90,8 @@ class Post:
         """
         stop = self.world.barrier(self.plan.run.stop.exists())
         if self.world.local_rank == self.layout.first_drafter:
-            forget_names(self.plan)
+            self.plan.forget_names()  # So that no crash can leave them behind.
         return stop
-
-
-def forget_names(plan: RunPlan) -> None:
-    """Remove the ring's file and the sockets' directory, so that no crash can leave them behind."""
-    if plan.ring_file:
-        Path(plan.ring_file).unlink(missing_ok=True)
-    shutil.rmtree(plan.sockets, ignore_errors=True)
 
 
 @contextmanager

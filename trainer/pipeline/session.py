@@ -132,6 +132,27 @@ class DrafterSession:
         self.clock.add_tokens(row.row.tokens)
         self.receiver.release(row)
 
+    def stand_in(self, step: int) -> None:
+        """Take part in a step that has no micro-batch for this drafter: the others' all-reduce needs its backward.
+
+        The last step of a run takes what is left, which may be fewer micro-batches than there are drafters.
+        """
+        shape = (self.plan.captured_layers, 1, self.plan.hidden_size)
+        dtype = torch.float64 if self.config.dtype == "float64" else torch.float32
+        states = torch.zeros(shape, dtype=dtype, device=self.device)
+        tokens = RowTokens(
+            batch=-1,
+            step=step,
+            epoch=0,
+            input_ids=torch.zeros(1, dtype=torch.int32),
+            loss_mask=torch.zeros(1, dtype=torch.uint8),
+            document_ids=torch.zeros(1, dtype=torch.int64),
+            position_ids=torch.zeros(1, dtype=torch.int32),
+            tokens=0,
+        )
+        row = PackedRow(tokens, tuple(states) if self.config.splits_fc else states.reshape(1, -1))
+        self.backward(row, last=True)
+
     def backward(self, packed: PackedRow, *, last: bool) -> ObjectiveSums:
         """Run the drafter forward and backward on a row; gradients of the SUM accumulate. `last`: of this drafter's step."""
         with self.clock.stage("blocks"):

@@ -135,6 +135,7 @@ def humaneval_prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     prompts: list[list[int]] = []
     for task in HUMANEVAL_TASKS:
         message = {"role": "user", "content": problems[f"HumanEval/{task}"]["prompt"]}
+        # Text first: with tokenize=True a template may return ids or a mapping, by the version of transformers.
         text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
         prompts.append(tokenizer(str(text), add_special_tokens=False)["input_ids"])
     return prompts
@@ -184,6 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json and not arguments.json.parent.is_dir():
         raise usage_error(f"there is no directory for --json {arguments.json}")
     dtype = DTYPES[arguments.dtype]
+    # Before the target, which takes longer: a wrong drafter path fails at once.
     drafters = [load_exported(path, dtype).to(arguments.device) for path in arguments.drafter]
     report: list[dict[str, Any]] = []
     own: list[list[int]] | None = None
@@ -192,6 +194,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_pair(path, drafter.config, target_facts(arguments.target_model))
         decoder = load_decoder(arguments.target_model, dtype=dtype, device=arguments.device, target_layer_ids=ids)
         prompts = read_prompts(arguments.prompts, arguments.target_model, decoder.target.facts.vocab_size)
+        # Once for all drafters: it is the slowest part, one token a forward.
         own = own or decoder.greedy(prompts, arguments.max_new_tokens)
         evaluation = evaluate(decoder, drafter, prompts, arguments.max_new_tokens, target_outputs=own)
         print(f"{path}: acceptance {evaluation.acceptance:.3f} ({_summary(evaluation)})")

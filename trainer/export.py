@@ -35,6 +35,7 @@ def export_drafter(state: Mapping[str, torch.Tensor], config: DrafterConfig, des
         raise preflight_error(f"unknown dtype {dtype!r}", hint=f"one of {', '.join(DTYPES)}")
     _check_state(state, config)
     tensors = {name: tensor.detach().to("cpu", DTYPES[dtype]).contiguous() for name, tensor in state.items()}
+    # After the cast: float16 overflows at 65,504, and an engine would serve the infinity.
     overflowed = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
     if overflowed:
         raise preflight_error(
@@ -59,6 +60,7 @@ def load_exported(directory: Path, dtype: torch.dtype = torch.float32) -> Drafte
     config = DrafterConfig.from_zlab(raw)
     state = _read_state(directory / "model.safetensors")
     _check_state(state, config)
+    # vLLM casts to what config.json says; a file that lies there is a drafter with other weights.
     types = {str(tensor.dtype).removeprefix("torch.") for tensor in state.values()}
     if types != {raw.get("dtype")}:
         raise preflight_error(
@@ -119,6 +121,7 @@ def _read_state(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_state(state: Mapping[str, torch.Tensor], config: DrafterConfig) -> None:
+    # Shapes only; the 27B drafter's 1.7 billion parameters are not allocated for the comparison.
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in Drafter(config).state_dict().items()}
     wrong = _first_difference(state, expected)

@@ -63,7 +63,9 @@ def speculate(
         sequence.tokens.append(row[len(sequence.tokens) - 1])
     active = sequences
     while True:
+        # States of committed tokens only: those of rejected guesses were computed behind wrong tokens.
         drafted.extend(states, counts)
+        # Sequences that are done leave the batch: the last one must not pay for the fifteen others.
         going = [i for i, sequence in enumerate(active) if not sequence.finished]
         if not going:
             break

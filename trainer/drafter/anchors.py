@@ -30,12 +30,14 @@ def row_shares(candidate_counts: NDArray[np.int64], budget: int, num_anchors: in
     """
     counts = np.asarray(candidate_counts, dtype=np.int64)
     ceiling = np.minimum(counts, num_anchors)
+    # The common case of short rows: everybody gets all they can use.
     if ceiling.sum() <= budget:
         return ceiling
     if np.count_nonzero(counts) >= budget:
         shares = np.zeros_like(counts)
         shares[np.argsort(-counts, kind="stable")[:budget]] = 1
         return shares
+    # Floors first, raised to one; then the rest is moved, one block each, to or from who is furthest from their part.
     total = int(counts.sum())
     shares = np.clip(budget * counts // total, np.minimum(counts, 1), ceiling)
     while (left := budget - int(shares.sum())) != 0:
@@ -55,6 +57,7 @@ def sample_anchors(
     Depends on (seed, epoch, document id) alone, never on rank or row. The `count` smallest of one 64-bit draw per
     candidate are taken: numpy guarantees the raw stream of a bit generator, not that of Generator.choice.
     """
+    # No draw, so that a short document costs nothing and does not depend on the seed.
     if count >= len(document_candidates):
         return document_candidates
     draws = philox("anchors", seed, epoch, document_id).random_raw(len(document_candidates))

@@ -32,10 +32,12 @@ def visible(query: Rows, key: Rows, window: int | None) -> torch.Tensor:
     Block rows: those of the same block; in both directions in a full layer, backwards only in a sliding one.
     A sliding layer of window W sees, of either kind, what is at most W-1 positions behind the query row.
     """
+    # `<`, not `<=`: when the drafter is asked, the target has not run on the anchor, so its state does not exist.
     before_anchor = (key.block == CONTEXT) & (key.document == query.document) & (key.position < query.anchor)
     seen = before_anchor | ((key.block != CONTEXT) & (key.block == query.block))
     if window is None:
         return seen
+    # One public trainer bounds the window at the anchor for all rows; the inference code lets it slide with the row.
     distance = query.position - key.position
     return seen & (distance >= 0) & (distance < window)
 
@@ -102,6 +104,7 @@ class DenseAttention:
         return torch.cat(outputs)
 
     def _segment_masks(self, window: int | None) -> list[torch.Tensor]:
+        # At most two windows occur in a drafter (none, and one), whatever its number of layers.
         if window not in self._masks:
             context, block = context_rows(self._blocks), block_rows(self._blocks)
             self._masks[window] = [_segment_mask(context, block, segment, window) for segment in self._blocks.segments]
@@ -125,12 +128,15 @@ def _attend(queries: torch.Tensor, context: KeysValues, block: KeysValues, mask:
     count, size, heads, width = queries.shape
     kv_heads, seen = context.keys.shape[1], context.keys.shape[0]
     shared = heads // kv_heads
+    # Scaling the queries is S times cheaper than scaling the scores.
     grouped = queries.view(count, size, kv_heads, shared, width).permute(2, 0, 3, 1, 4) * width**-0.5
     block_keys, block_values = (each.view(count, size, kv_heads, width).permute(2, 0, 1, 3) for each in block)
+    # One product of all blocks against the context they share; a batched one would read the keys once for each block.
     flat, per_block = (kv_heads, count * shared * size), (kv_heads, count, shared * size)
     to_context = grouped.reshape(*flat, width) @ context.keys.permute(1, 2, 0)
     to_block = grouped.reshape(*per_block, width) @ block_keys.transpose(-1, -2)
     by_row = (kv_heads, count, shared, size)
+    # One softmax over both kinds of keys: two, merged later, would need their normalisers.
     scores = torch.cat([to_context.view(*by_row, seen), to_block.view(*by_row, size)], dim=-1)
     probabilities = masked_softmax(scores, mask[:, None])
     from_context = probabilities[..., :seen].reshape(*flat, seen) @ context.values.transpose(0, 1)

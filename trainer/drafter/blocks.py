@@ -98,6 +98,7 @@ def build_blocks(
     Args: four arrays of T rows, every document one contiguous run (id -1: padding); `num_anchors` blocks at most a
     document, `row_budget` block rows at most a packed row, `gamma` the decay length of the weights in rows.
     """
+    # Everything here is numpy on the CPU copy of the batch: no count, and no empty-batch test, waits for a GPU.
     runs = document_runs(document_ids)
     found = [candidates(loss_mask[run.start : run.end]) for run in runs]
     counts = np.array([len(each) for each in found], dtype=np.int64)
@@ -129,8 +130,7 @@ def lay_out(
     mask_token_id: int,
     gamma: float,
 ) -> Blocks:
-    """Lay out blocks at given anchors: `anchors[d]` ascending offsets
-    inside document d.
+    """Lay out blocks at given anchors; `anchors[d]` are ascending offsets inside document d of `runs`.
 
     A block that runs over its document's end keeps its B rows; those beyond the end are unsupervised.
     """
@@ -138,17 +138,21 @@ def lay_out(
     context_documents = np.full(rows, PADDING, dtype=np.int64)
     for ordinal, run in enumerate(runs):
         context_documents[run.start : run.end] = ordinal
+    # Ordinals, not data-set ids, tell documents apart: one document may be in a row twice when epochs meet.
     documents = np.repeat(np.arange(len(runs)), [len(each) for each in anchors]).astype(np.int64)
     starts = np.array([run.start for run in runs], dtype=np.int64)[documents]
     ends = np.array([run.end for run in runs], dtype=np.int64)[documents]
     anchor_rows = starts + (np.concatenate(anchors) if anchors else np.zeros(0, dtype=np.int64))
+    # Row k of a block predicts the token at anchor + k, the very position it stands at: no shift, unlike a causal LM.
     offsets = np.arange(block_size)
     row_index = anchor_rows[:, None] + offsets
+    # Blocks may run over the end of the row; they are clipped for the look-up and masked right below.
     inside = np.minimum(row_index, max(rows - 1, 0))
     # The document's end, not the row's: in a packed row the next token belongs to somebody else.
     supervised = (row_index < ends[:, None]) & (offsets > 0) & loss_mask.astype(bool)[inside]
     block_ids = np.full(row_index.shape, mask_token_id, dtype=np.int64)
     block_ids[:, 0] = input_ids[anchor_rows]
+    # Rotary positions count from the document's start, like the target's; S + k would be off by the whole context.
     anchor_positions = position_ids[anchor_rows].astype(np.int64)
     return Blocks(
         input_ids=torch.from_numpy(block_ids),
@@ -182,6 +186,7 @@ def _segments(runs: Sequence[Run], anchors: Sequence[NDArray[np.int64]]) -> tupl
     segments: list[Segment] = []
     first = 0
     for run, offsets in zip(runs, anchors, strict=True):
+        # Documents without anchors (prompts cut at the limit, for instance) cost no attention at all.
         if len(offsets):
             segments.append(Segment(run.start, run.start + int(offsets[-1]), first, first + len(offsets)))
         first += len(offsets)

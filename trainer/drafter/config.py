@@ -79,6 +79,7 @@ class DrafterConfig:
             "layer_types": list(self.layer_types),
             "sliding_window": self.sliding_window,
             "use_sliding_window": SLIDING in self.layer_types,
+            # Older transformers slide from this layer on, where layer_types is not read.
             "max_window_layers": 0 if SLIDING in self.layer_types else self.num_hidden_layers,
             "block_size": self.block_size,
             "num_target_layers": self.num_target_layers,
@@ -178,6 +179,7 @@ def derive(
     """
     target_layers = int(target_config["num_hidden_layers"])
     hidden_size = int(target_config["hidden_size"])
+    # `or`, not a default: 0 in a training configuration means the target's own figure as well.
     heads = num_attention_heads or int(target_config["num_attention_heads"])
     ids = target_layer_ids or default_target_layer_ids(target_layers, num_target_layer_ids)
     types = _expand_layer_types(layer_types, num_layers)
@@ -202,6 +204,7 @@ def derive(
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
+    # transformers 5 nests it; checkpoints of before have it at the top level.
     nested = config.get("rope_parameters") or {}
     return float(nested.get("rope_theta") or config.get("rope_theta") or 10_000.0)
 
@@ -250,6 +253,7 @@ def _check_target(config: DrafterConfig) -> None:
             f"mask_token_id must be a row of the target's embedding, 0 to {config.vocab_size - 1}",
         )
     ids = config.target_layer_ids
+    # n - 1 is never one: transformers norms the last hidden state, so training and serving would read different things.
     last = config.num_target_layers - 2
     if not ids or any(not 0 <= i <= last for i in ids):
         raise _invalid(

@@ -26,6 +26,7 @@ class DraftBatch:
         starts = [self._length(i) for i in range(len(counts))]
         positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
         added = self._drafter.context_keys_values(rows, positions.to(states.device))
+        # One projection of all sequences' new rows, then each its own: fc alone is L·H·H weights to read.
         parts = [[each.split(list(counts)) for each in layer] for layer in added]
         for i, context in enumerate(self._contexts):
             new = [KeysValues(keys[i], values[i]) for keys, values in parts]

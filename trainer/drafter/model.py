@@ -23,6 +23,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 def rotation(positions: torch.Tensor, config: DrafterConfig, dtype: torch.dtype) -> Rotation:
     """Return cos and sin, f[rows, 1, head_dim], of absolute positions i64[rows]; angles in float32 (float64 for such)."""
+    # bfloat16 angles would be wrong from position 256 on: it has 8 bits of mantissa.
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=wide) / config.head_dim
     angles = positions[:, None].to(wide) * (1.0 / config.rope_theta**exponents)
@@ -53,6 +54,7 @@ class Attention(nn.Module):
 
     def keys_values(self, rows: torch.Tensor, at: Rotation) -> KeysValues:
         """Return keys and values of f[rows, H]; serves context rows and block rows alike."""
+        # The norm is per head and comes before the rotation, as in Qwen3.
         keys = self.k_norm(self.k_proj(rows).unflatten(-1, (-1, self.head_dim)))
         return KeysValues(rotate(keys, at), self.v_proj(rows).unflatten(-1, (-1, self.head_dim)))
 
@@ -88,6 +90,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, rows: torch.Tensor, context: KeysValues, at: Rotation, attend: DenseAttention) -> torch.Tensor:
         """Return f[N·B, H] for block rows f[N·B, H]."""
+        # Only the block is normed here: `hidden_norm` did it once for the context of all layers.
         rows = rows + self.self_attn(self.input_layernorm(rows), context, at, attend)
         return rows + self.mlp(self.post_attention_layernorm(rows))
 
@@ -103,6 +106,7 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
         self.layers = nn.ModuleList([DecoderLayer(config, config.window(i)) for i in range(config.num_hidden_layers)])
         self.norm = RMSNorm(width, config.rms_norm_eps)
+        # Norms start at 1; without biases and embeddings that leaves the matrices.
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=config.initializer_range)
@@ -114,6 +118,7 @@ class Drafter(nn.Module):
         """
         if isinstance(states, torch.Tensor):
             return self.hidden_norm(self.fc(states))
+        # Views of the one parameter, so that both forms train and save the same tensor.
         slices = self.fc.weight.split(self.config.hidden_size, dim=1)
         mixed = functional.linear(states[0], slices[0])
         for state, weight in zip(states[1:], slices[1:], strict=True):
@@ -129,6 +134,7 @@ class Drafter(nn.Module):
     def draft(self, block_embeds: torch.Tensor, context: Sequence[KeysValues], blocks: Blocks) -> torch.Tensor:
         """Return the normed hidden states f[N·B, H] of block rows f[N·B, H]; the target's head maps them to logits."""
         at = rotation(blocks.positions.flatten(), self.config, block_embeds.dtype)
+        # One object for all layers: it holds the masks, which depend on the row and not on the layer.
         attend = DenseAttention(blocks)
         rows = block_embeds
         for layer, keys_values in zip(self._decoder_layers(), context, strict=True):

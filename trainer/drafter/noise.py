@@ -29,6 +29,7 @@ def add_noise(states: States, runs: Sequence[Run], noise: Noise, num_layers: int
     """
     if noise.std == 0:
         return states
+    # Layer by layer in the packed form too: one draw over [S, L·H] would be another sequence of numbers.
     if isinstance(states, torch.Tensor):
         layers = states.chunk(num_layers, dim=-1)
         return torch.cat([_noisy(each, runs, noise, layer) for layer, each in enumerate(layers)], dim=-1)
@@ -36,6 +37,7 @@ def add_noise(states: States, runs: Sequence[Run], noise: Noise, num_layers: int
 
 
 def _noisy(state: torch.Tensor, runs: Sequence[Run], noise: Noise, layer: int) -> torch.Tensor:
+    # The states lie in a slot that another process wrote and may verify again: never in place.
     noisy = state.clone()
     generator = torch.Generator(device=state.device)
     for run in runs:

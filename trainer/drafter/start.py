@@ -36,6 +36,7 @@ def start_from_target(
                 parameter.fill_(1.0)
                 continue
             _copy(parameter, source, f"layers.{index}.{name}")
+    # Added to the random weights: the other layers' slices must not start at zero, or at the same value.
     width = drafter.config.hidden_size
     drafter.fc.weight[:, -width:] += torch.eye(width, dtype=drafter.fc.weight.dtype, device=drafter.fc.weight.device)
     _copy(drafter.hidden_norm.weight, layers[0]["input_layernorm.weight"], "hidden_norm.weight")

@@ -33,6 +33,7 @@ def drafter_forward(
     """
     if noise is not None:
         states = add_noise(states, blocks.runs, noise, num_target_layer_ids)
+    # Frozen, so a plain look-up: no gradient, no module, and DistributedDataParallel never sees the target's weights.
     block_embeds = functional.embedding(blocks.input_ids.flatten(), embed_weight)
     hidden = drafter(block_embeds, states, blocks)
     return block_objective(hidden, head_weight, blocks, chunk_rows=chunk_rows, vocab_subset=vocab_subset)

@@ -27,6 +27,7 @@ class Target:
         `lengths` i64[k] counts real tokens; states at padding are meaningless. Padding is on the right because the
         recurrent state of a hybrid target must see every real token first. The caller drops the tensors when packed.
         """
+        # Causal layers never look right, so the mask matters to recurrent ones alone; with it both are covered.
         steps = torch.arange(input_ids.shape[1], device=input_ids.device)
         real = steps < torch.as_tensor(lengths, device=input_ids.device)[:, None]
         with self.capturing() as captured:
@@ -42,8 +43,10 @@ class Target:
         captured: list[torch.Tensor] = []
 
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            # Decoder layers return a tensor since transformers 5; some still wrap it in a tuple.
             captured.append(output if isinstance(output, torch.Tensor) else output[0])
 
+        # Registered for one forward: a hook that stays would keep the last batch's states alive.
         layers = self.stack.get_submodule("layers")
         hooks = [layers.get_submodule(str(i)).register_forward_hook(keep) for i in self.target_layer_ids]
         try:

@@ -76,7 +76,9 @@ class TargetBatch:
         counts = torch.tensor([len(each) for each in tokens], device=device)
         real = torch.arange(self._width, device=device) < counts[:, None]
         before = real[:, :0] if self._mask is None else self._mask
+        # Padding is on the right and masked like a token taken back: no row of queries ever sees nothing.
         self._mask = torch.cat([before, real], dim=1)
+        # Positions count kept tokens alone, not columns: rotation must not notice the gaps.
         positions = before.sum(dim=1, keepdim=True) + torch.arange(self._width, device=device)
         target = self._decoder.target
         with target.capturing() as captured:

@@ -66,6 +66,7 @@ def target_facts(path: Path | str) -> TargetFacts:
             f"{directory} holds a {architecture}, which is not supported as a target",
             hint=f"supported: {', '.join(PLAIN + HYBRID)}",
         )
+    # A wrapper nests the language model's configuration; a text model is one itself.
     text_config = dict(config.get("text_config") or config)
     tensors = tensor_entries(directory)
     prefix = next((prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in tensors), None)
@@ -76,6 +77,7 @@ def target_facts(path: Path | str) -> TargetFacts:
     head_name = embedding_name if tied else "lm_head.weight"
     if head_name not in tensors:
         raise _unusable(directory, f"no tensor named {head_name}, and tie_word_embeddings is not set")
+    # Rows of the table, not config.vocab_size: a mask token needs an embedding row, and tables are padded upwards.
     vocab_size, hidden_size = tensors[embedding_name].shape
     return TargetFacts(
         path=directory,
@@ -155,6 +157,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
         raise _unusable(file.parent, f"the header of {file.name} is damaged or cut off", "copy the model again") from (
             problem
         )
+    # A copy that was cut off has a whole header; it would fail only minutes into loading, on one rank.
     if size < end:
         raise _unusable(file.parent, f"{file.name} is cut off: {size} of {end} bytes", "copy the model again")
     return entries

@@ -27,10 +27,12 @@ def convert(source: Path, destination: Path) -> None:
     if not source.is_file():
         raise preflight_error(f"no GGUF file at {source}", hint="give the path of a .gguf file")
     with source.open("rb") as file:
+        # transformers reports a foreign file as an unpacking error of the gguf package.
         if file.read(4) != b"GGUF":
             raise preflight_error(f"{source} is not a GGUF file", cause="it does not begin with the bytes GGUF")
     with new_directory(destination) as directory:
         read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+        # With this key left in, a loader would look for quantised tensors in the float32 file.
         config = read.config
         config.__dict__.pop("quantization_config", None)
         config.dtype = torch.float32

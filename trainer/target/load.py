@@ -74,6 +74,7 @@ def _load_stack(facts: TargetFacts, num_layers: int, dtype: torch.dtype, device:
         _assign(stack, names[full_name], tensor, facts)
     # Rotary tables are computed, not stored: built on the meta device they are empty.
     stack.rotary_emb = type(stack.rotary_emb)(config=config).to(device)
+    # A tensor that no file fed would fail in the first forward with a message about the meta device.
     left = [name for name, each in [*stack.named_parameters(), *stack.named_buffers()] if each.is_meta]
     if left:
         raise RuntimeError(f"no source for {left} of {facts.architecture}")
@@ -82,9 +83,11 @@ def _load_stack(facts: TargetFacts, num_layers: int, dtype: torch.dtype, device:
 
 def _text_config(facts: TargetFacts, num_layers: int) -> Any:
     config = AutoConfig.from_pretrained(facts.path).get_text_config()
+    # 62 of 64 layers for the 27B target: what is behind the last captured one takes neither memory nor time.
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:num_layers]
+    # A training forward never continues; decoding asks for its cache in the call.
     config.use_cache = False
     return config
 

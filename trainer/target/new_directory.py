@@ -24,6 +24,7 @@ def new_directory(destination: Path) -> Iterator[Path]:
     refuse_existing(destination)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
+        # A sibling: rename is atomic within one file system only.
         temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
     except OSError as problem:
         raise preflight_error(
@@ -32,6 +33,7 @@ def new_directory(destination: Path) -> Iterator[Path]:
     try:
         yield temporary
         _finish_tree(temporary)
+        # Again: somebody else may have finished first, and rename replaces an empty directory only.
         refuse_existing(destination)
         temporary.rename(destination)
         _fsync(destination.parent)

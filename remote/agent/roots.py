@@ -11,9 +11,21 @@ from remote.protocol.layout import RootLayout, is_release_id
 
 
 def resolve_root(text: str) -> Path:
-    """Return ROOT as an absolute path: the one asked for, else the default of this machine (docs/architecture.md)."""
+    """Return ROOT as an absolute path: the one asked for, else the default of this machine (docs/architecture.md).
+
+    Raises a usage error for a text that can be no path.
+    """
     if text:
-        return Path.cwd() / Path(text).expanduser()
+        try:
+            path = Path.cwd() / Path(text).expanduser()
+            # NUL or a lone surrogate: told here, not by the first verb that looks.
+            if b"\0" in os.fsencode(path):
+                raise ValueError("it holds NUL")
+        except (ValueError, RuntimeError) as error:
+            raise usage_error(
+                f"{text!r} cannot be ROOT", cause=str(error), hint="pass --root DIR (absolute)"
+            ) from error
+        return path
     if Path("/workspace").is_dir():
         return Path("/workspace/dflashctl")
     if os.geteuid() == 0:

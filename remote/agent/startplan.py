@@ -48,6 +48,8 @@ def read_plan(request: Request, root: RootLayout) -> StartPlan:
     release = require_release(root, spec.release)
     python = interpreter(request.text("python", ""))
     argv = tuple(request.words("argv"))
+    if any("\0" in word for word in argv):
+        raise usage_error("argv cannot be executed", cause="a word holds NUL")
     config, resumed_from = dict(spec.config), ""
     if resume := request.text("resume", ""):
         resumed_from = str(find_checkpoint(root, resume))
@@ -80,8 +82,8 @@ def _spec(data: dict[str, Any]) -> RunSpec:
         raise usage_error("the run's spec is not usable", cause=str(error)) from error
     if not is_run_id(spec.run_id):
         raise usage_error(f"not a run id: {spec.run_id!r}", hint="the client draws it: date, time, six hex digits")
-    if any("\0" in text or "=" in key for key, text in spec.environment.items()):
-        raise usage_error("an environment variable of the spec cannot be set", cause="`=` in a name or NUL in a value")
+    if any(not key or "=" in key or "\0" in key + text for key, text in spec.environment.items()):
+        raise usage_error("an environment variable of the spec cannot be set", cause="a bad name, or NUL in a value")
     return spec
 
 

@@ -12,7 +12,7 @@ from remote.agent.lifecycle import choose_run, lifecycle_of, lives, no_such_run,
 from remote.agent.processes import remains
 from remote.agent.statefile import StateFile
 from remote.agent.tail import EventTail
-from remote.agent.verdict import Ending, Story, judge, read_stop
+from remote.agent.verdict import AGENT, Ending, Story, judge, read_stop
 from remote.agent.wire import Answer, Request
 from remote.protocol.codec import plain
 from remote.protocol.errors import DflashError, ExitCode
@@ -141,7 +141,7 @@ class _Waiting:
                 escalation.progress(self._wait_a_little())
             clear_remains(self._run, state.alarm)
             self._drain()
-            ending = Ending(by="agent", escalated=escalation.stage > Stage.MESSAGE)
+            ending = Ending(by=AGENT, escalated=escalation.stage > Stage.MESSAGE)
             record = judge(self._run, self._story, ending)
             remove_sockets(self._run)
             write_exit(self._run, record)

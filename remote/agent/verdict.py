@@ -14,6 +14,8 @@ from remote.protocol.records import ExitRecord, Lifecycle, RankError, StopReques
 
 _RESULTS = (Lifecycle.FINISHED, Lifecycle.STOPPED, Lifecycle.FAILED)
 _ERROR_FILE = re.compile(r"rank-(-1|[0-9]{1,6})\.json")
+AGENT = "agent"
+"""`by` of a stop verb that stood in for a dead supervisor."""
 LEADER = -1
 """Rank number of the leader's own error record."""
 
@@ -93,11 +95,12 @@ def judge(run: RunLayout, story: Story, ending: Ending) -> ExitRecord:
         result = str(Lifecycle.FAILED)
     failed_rank, message, traceback = _blame(run, story, ending) if result == Lifecycle.FAILED else (None, "", "")
     code = ending.returncode
+    asked = stop is not None and result == Lifecycle.STOPPED and ending.by != AGENT
     return ExitRecord(
         run_id=run.run_id,
         result=result,
         ended=time.time(),
-        by=stop.by if stop is not None and result == Lifecycle.STOPPED else ending.by,
+        by=stop.by if stop is not None and asked else ending.by,
         code=code if code is not None and code >= 0 else None,
         signal=-code if code is not None and code < 0 else None,
         oom_kill=ending.oom_kill,

@@ -68,7 +68,11 @@ class Request:
         return cast("bool", self._field(key, default, (bool,)))
 
     def number(self, key: str, default: float) -> float:
-        return float(cast("float", self._field(key, default, (int, float))))
+        value = cast("float", self._field(key, default, (int, float)))
+        # A grace of NaN would never end; 1e9 s are thirty years.
+        if not abs(value) <= 1e9:
+            raise usage_error(f"request field {key!r} is out of range: {value}")
+        return float(value)
 
     def count(self, key: str) -> int | None:
         """Return a whole number >= 0, or None when it is not given."""

@@ -126,7 +126,8 @@ class RankError:
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """exit.json: how a run ended. `by` names who ended it: trainer, supervisor, agent, or the user of a stop."""
+    """exit.json: how a run ended. `by` names who ended it: trainer, supervisor, who asked for the stop, or agent (a stop
+    that stood in for a dead supervisor)."""
 
     run_id: str
     result: str

@@ -188,6 +188,16 @@ def test_the_spec_is_complete(far):
     assert loads_object(far.run.config.read_bytes()) == {"seed": 3}
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"spec": {"environment": {"A=B": "x"}}}, {"spec": {"environment": {"A": "\0"}}}, {"spec": {"environment": {"": ""}}},
+     {"argv": ["a\0b"]}, {"limit": "x"}, {"spec": {"devices": "cpu"}}, {"spec": {"stop_grace": "soon"}}],
+)  # fmt: skip
+def test_what_cannot_be_launched_is_refused_before_anything_is_written(far, fields):
+    assert far.start(**fields).error["code"] == 2
+    assert not list(far.root.runs.iterdir())
+
+
 def test_a_start_that_waits_too_long_for_another_names_it(far, monkeypatch):
     descriptor = acquire(far.root.start_lock, LockKind.EXCLUSIVE)
     name_holder(descriptor, "start of run X by somebody")

@@ -48,6 +48,7 @@ def test_fields_are_typed():
         (lambda request: request.flag("x", False), 1),
         (lambda request: request.number("x", 0), True),
         (lambda request: request.number("x", 0), "1"),
+        (lambda request: request.number("x", 0), 10**400),
         (lambda request: request.count("x"), -1),
         (lambda request: request.count("x"), 1.5),
         (lambda request: request.words("x"), ["a", 1]),

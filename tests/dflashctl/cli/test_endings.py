@@ -1,0 +1,105 @@
+"""How a run that ends badly looks from here: killed ranks, killed everything; and verbs on a terminal."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+
+import pytest
+from terminal import on_terminal
+
+from remote.agent.processes import recorded
+from remote.protocol.errors import ExitCode
+from remote.protocol.identity import read_pidfile
+
+
+@pytest.fixture
+def running(cli, standin_tree):
+    """Return a function that deploys the stand-in with switches and starts it."""
+
+    def start(*switches):
+        arguments = ("--host", "local", "--root", str(cli.root), "--python", sys.executable)
+        deployed = cli("deploy", *arguments, "--source", str(standin_tree(*switches)))
+        assert deployed.returncode == 0, deployed.stderr
+        started = cli("start", "--json")
+        assert started.returncode == 0, started.stderr
+        return cli.run_layout()
+
+    return start
+
+
+def test_a_killed_rank_fails_the_run_and_is_named(cli, running):
+    run = running()
+    victim = read_pidfile(run.rank_pid(1))
+    assert victim.send(signal.SIGKILL)
+    followed = cli("logs", "--follow")
+    assert followed.returncode == ExitCode.FAILED
+    assert "rank 1" in followed.stderr
+    assert followed.stdout.splitlines()[-1].startswith(f"run {run.run_id} failed at step")
+    status = json.loads(cli("status", "--json").stdout)
+    assert (status["state"], status["failed_rank"]) == ("failed", 1)
+    assert "rank 1" in cli("status").stdout
+    assert cli("start").returncode == 0
+
+
+def test_with_everything_killed_the_run_is_lost_and_the_next_one_starts(cli, running):
+    run = running()
+    supervisor, leader = read_pidfile(run.supervisor_pid), read_pidfile(run.trainer_pid)
+    for identity in (supervisor, leader, *recorded(run).values()):
+        identity.send(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while json.loads(cli("status", "--json").stdout)["state"] != "lost":
+        assert time.monotonic() < deadline
+    followed = cli("logs", "--follow", "--json")
+    assert followed.returncode == ExitCode.FAILED
+    assert json.loads(followed.stdout.splitlines()[-1])["state"] == "lost"
+    assert cli("stop").returncode == 0
+    assert cli("start").returncode == 0
+
+
+def test_logs_of_a_run_that_is_gone_is_exit_code_three(cli):
+    for verb in ("logs", "stop"):
+        done = cli(verb, "--json", "--root", str(cli.root), "--python", sys.executable)
+        assert (done.returncode, json.loads(done.stdout)["code"]) == (ExitCode.NO_RUN, 3)
+    unknown = cli("status", "--run", "20200101-000000-000000", "--root", str(cli.root), "--python", sys.executable)
+    assert unknown.returncode == ExitCode.NO_RUN
+
+
+def test_a_deleted_log_directory_is_no_traceback(cli, running):
+    run = running("--steps", "3", "--pause", "0.001")
+    cli("logs", "-f", "--tail", "0")
+    run.train_log.unlink()
+    run.events.unlink()
+    for arguments in (("logs",), ("logs", "--follow"), ("status",), ("runs",)):
+        done = cli(*arguments)
+        assert "Traceback" not in done.stderr
+        assert "bug" not in done.stderr
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_terminal_gets_colours_and_a_bar_and_a_dumb_one_neither(cli, running):
+    running("--steps", "30", "--pause", "0.02")
+    environment = cli.environment(TERM="xterm-256color")
+    code, seen = on_terminal(cli.command("logs", "--follow"), environment, cli.directory)
+    assert code == 0
+    assert "━" in seen
+    assert "30/30" in seen
+    assert "finished at step 30" in seen
+    code, seen = on_terminal(cli.command("status"), environment, cli.directory)
+    assert (code, "\x1b[32mfinished\x1b[0m" in seen) == (0, True)
+    for plain in ({"NO_COLOR": "1"}, {"TERM": "dumb", "FORCE_COLOR": "1"}):
+        for verb in (["status"], ["logs", "--tail", "3"], ["runs"], ["--help"], ["start", "--help"]):
+            code, seen = on_terminal(cli.command(*verb), environment | plain, cli.directory)
+            assert (code, "\x1b" in seen) == (0, False), verb
+
+
+def test_a_stop_in_mid_load_ends_without_a_step(cli, standin_tree):
+    arguments = ("--host", "local", "--root", str(cli.root), "--python", sys.executable)
+    assert cli("deploy", *arguments, "--source", str(standin_tree("--load", "1"))).returncode == 0
+    waiting = cli("start", "--limit", "0.4")
+    assert waiting.returncode == ExitCode.NOT_READY
+    assert "loading" in waiting.stderr
+    stopped = json.loads(cli("stop", "--json").stdout)
+    assert stopped["status"]["state"] == "stopped"

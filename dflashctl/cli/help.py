@@ -55,10 +55,7 @@ def main_help() -> str:
         lines += [f"  {_name(f'{verb.name:<12}')} {verb.help}" for verb in VERBS if verb.group == group]
     lines += ["", _heading("In four commands:")]
     lines += [f"  {_name(f'{line:<53}')} {what}" for line, what in _QUICK]
-    lines += [
-        "",
-        "Try it on this machine with --host local. `dflashctl VERB --help` tells the rest; --version the version.",
-    ]
+    lines += ["", "Try it on this machine with --host local. `dflashctl VERB --help` tells the rest."]
     return "\n".join(lines)
 
 

@@ -82,11 +82,16 @@ class FakeTerminal:
 
 @pytest.fixture
 def terminal(monkeypatch):
-    terminal = FakeTerminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    return terminal
+    """Return a function that puts a terminal in stderr's place (a fixture itself runs before pytest's own capture)."""
+
+    def put():
+        terminal = FakeTerminal()
+        monkeypatch.setattr("sys.stderr", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        return terminal
+
+    return put
 
 
 def frame(event):
@@ -94,11 +99,11 @@ def frame(event):
 
 
 def test_on_a_terminal_a_checkpoints_progress_is_one_line_that_moves(terminal):
-    talk = Talk()
+    screen, talk = terminal(), Talk()
     for written in (1, 2, 3):
         talk(frame(ev.SaveProgress(time=0, step=9, written=written, total=3)))
     talk(frame(ev.CheckpointSaved(time=0, step=9, path="/c", bytes=3, seconds=1.0)))
-    moving, _, last = terminal.text.rpartition("\r\x1b[K")
+    moving, _, last = screen.text.rpartition("\r\x1b[K")
     assert moving.count("\r\x1b[K") == 3
     assert "\n" not in moving
     assert "checkpoint of step 9: /c (3 B, 1.0 s)" in last
@@ -106,5 +111,6 @@ def test_on_a_terminal_a_checkpoints_progress_is_one_line_that_moves(terminal):
 
 
 def test_on_a_terminal_alarms_stand_out(terminal):
+    screen = terminal()
     Talk()(frame(ev.AlarmRaised(time=0, alarm="stall", message="m")))
-    assert "\x1b[31;1mALARM stall: m\x1b[0m" in terminal.text
+    assert "\x1b[31;1mALARM stall: m\x1b[0m" in screen.text

@@ -18,7 +18,7 @@ import typer
 
 from dflashctl import __version__
 from dflashctl.cli.help import VERBS, VerbCommand, VerbInfo, main_help
-from dflashctl.cli.options import ReaderGone
+from dflashctl.cli.options import Interrupted, ReaderGone
 from dflashctl.console import ERR, OUT, silence_broken_pipe
 from dflashctl.errors import report, report_bug
 from remote.protocol.errors import DflashError, ExitCode, usage_error
@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     except (ReaderGone, BrokenPipeError):
         silence_broken_pipe()
         return int(ExitCode.OK)
-    except KeyboardInterrupt:
+    except (Interrupted, KeyboardInterrupt):
         ERR.line("interrupted")
         return int(ExitCode.INTERRUPTED)
     except Exception as error:

@@ -37,7 +37,7 @@ LAST_RUN = "last"
 
 _QUICK = (
     ("dflashctl deploy --host 10.1.2.6 --ct 200", "ship the trainer into container 200"),
-    ("dflashctl start --profile-interval 60 --split-fc off", "train; any key of the configuration is a flag"),
+    ("dflashctl start --profile-interval 60 --split-fc off", "train; any configuration key is a flag"),
     ("dflashctl logs --follow", "watch it, Ctrl-C lets it run on"),
     ("dflashctl stop", "stop it with a checkpoint"),
 )

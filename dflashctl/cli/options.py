@@ -55,6 +55,10 @@ class ReaderGone(Exception):
     """Whoever read stdout has seen enough: `dflashctl logs | head -1`."""
 
 
+class Interrupted(Exception):
+    """Ctrl-C in a verb that does not detach on it."""
+
+
 Verb = Callable[..., int]
 V = TypeVar("V", bound=Verb)
 
@@ -84,6 +88,9 @@ def command(function: V) -> V:
         except BrokenPipeError as error:
             # As an OSError it would never reach us: typer answers EPIPE with exit code 1 of its own.
             raise ReaderGone from error
+        except KeyboardInterrupt as error:
+            # Typer would turn it into a silent 130.
+            raise Interrupted from error
 
     expanded.__doc__ = function.__doc__
     expanded.__module__ = function.__module__

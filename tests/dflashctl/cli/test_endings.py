@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 import time
 
@@ -93,6 +94,23 @@ def test_a_terminal_gets_colours_and_a_bar_and_a_dumb_one_neither(cli, running):
         for verb in (["status"], ["logs", "--tail", "3"], ["runs"], ["--help"], ["start", "--help"]):
             code, seen = on_terminal(cli.command(*verb), environment | plain, cli.directory)
             assert (code, "\x1b" in seen) == (0, False), verb
+
+
+def test_ctrl_c_in_mid_deploy_leaves_nothing_half_done(cli, standin_tree):
+    tree = standin_tree()
+    main = tree / "trainer" / "__main__.py"
+    main.write_text(f"import time\nprint('checking', flush=True)\ntime.sleep(30)\n{main.read_text()}")
+    arguments = ("--host", "local", "--root", str(cli.root), "--python", sys.executable, "--source", str(tree))
+    process = subprocess.Popen(
+        cli.command("deploy", *arguments), cwd=cli.directory, env=cli.environment(), stderr=subprocess.PIPE, text=True
+    )
+    while "selfcheck" not in (line := process.stderr.readline()):
+        assert line
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, "interrupted" in errors) == (ExitCode.INTERRUPTED, True)
+    assert not (cli.root / "current").exists()
+    assert not (cli.home / "destinations.json").exists()
 
 
 def test_a_stop_in_mid_load_ends_without_a_step(cli, standin_tree):

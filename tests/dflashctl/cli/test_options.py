@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from dflashctl.cli.help import LAST_RUN, VERBS, VerbCommand, main_help
-from dflashctl.cli.options import Common, ReaderGone, add_parameters, command
+from dflashctl.cli.options import Common, Interrupted, ReaderGone, add_parameters, command
 from dflashctl.settings import SETTINGS
 
 
@@ -116,6 +116,16 @@ def test_a_reader_who_has_gone_is_told_apart_from_other_failures():
         invoke(talkative, "--json")
     with pytest.raises(OSError, match="disk"):
         invoke(talkative)
+
+
+def test_ctrl_c_is_no_silent_end():
+    @command
+    def patient(common: Common) -> int:
+        """Wait."""
+        raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        invoke(patient)
 
 
 def test_the_help_page_of_a_verb_has_its_own_options_first(verb, capsys):

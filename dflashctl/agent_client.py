@@ -74,6 +74,7 @@ class AgentClient:
 
     def _open(self, verb: str, request: dict[str, Any], more: bool, *, loaded: bool) -> Answer:
         self.calls += 1
+        # Drawn anew for each attempt: frames of one that was given up cannot be taken for the next one's.
         nonce = new_nonce()
         argv = self._argv(verb, loaded)
         self._trace(f"{self.transport.name}: {' '.join('LOADER' if word == LOADER else word for word in argv)}")
@@ -94,6 +95,7 @@ class AgentClient:
     def _argv(self, verb: str, loaded: bool) -> list[str]:
         if loaded:
             return [self._python, "-I", "-c", LOADER, verb]
+        # -I: neither the far end's PYTHONPATH nor its user site may slip a `remote` of another version in.
         return [self._python, "-I", f"{self.root}/releases/{self._release}/agent.pyz", verb]
 
     def _preamble(self, loaded: bool) -> Iterable[bytes]:
@@ -111,6 +113,7 @@ class AgentClient:
         }
         with self.call("deploy", request, more=True) as answer:
             for item in answer:
+                # One call for both cases: the agent asks for the archive only if it lacks it.
                 if isinstance(item, dict) and "need" in item:
                     if item["need"]:
                         answer.upload(release.archive())

@@ -50,6 +50,7 @@ class Answer:
         try:
             self._channel.send(payload, timeout)
         except ChannelClosed:
+            # An agent that refuses an upload stops reading and says why: the error frame is worth more than ours.
             return
         except Silence:
             raise ConnectionLost(
@@ -102,6 +103,7 @@ class Answer:
                 yield self._object(frame)
             elif frame.kind is Kind.DATA:
                 yield frame.payload
+            # Heartbeats have done their work: they ended the wait for the next byte.
             elif frame.kind is Kind.RESULT:
                 self.result = self._object(frame)
                 return
@@ -138,6 +140,7 @@ class Answer:
             data = self._channel.receive(self._silence)
             if not data:
                 return None
+            # Kept beside the parser, which holds back the last bytes: the end of a header may still come.
             if not self.hello:
                 self._heard = (self._heard + data)[-FrameParser.NOISE_KEPT :]
             self._waiting.extend(self._parser.feed(data))

@@ -79,6 +79,7 @@ class DestinationStore:
     def remember(self, destination: Destination, *, make_current: bool) -> None:
         """Store `destination`, in place of what was known of it."""
         with locked(self.path.with_suffix(".lock")):
+            # Read under the lock: two deploys at once must not forget one another's destination.
             old = self.load()
             others = tuple(other for other in old.known if other.key != destination.key)
             current = destination.key if make_current else old.current

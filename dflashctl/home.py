@@ -77,6 +77,7 @@ def replace_file(path: Path, content: str) -> None:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(content)
             file.flush()
+            # Before the rename: else a power cut may leave the new name with no content.
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:

@@ -53,7 +53,8 @@ class LiveView(LogView):
 
     def __init__(self) -> None:
         super().__init__()
-        console = Console(file=OUT.file, highlight=False, markup=False, soft_wrap=True)
+        # Log lines are foreign text: no markup, no emoji, no highlighting of ours by guesswork.
+        console = Console(file=OUT.file, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._bar = Progress(
             TextColumn("{task.description}", style="bold"),
             # Short of the right margin: the ^C that a terminal echoes there would wrap, and the bar could not be taken down.

@@ -27,6 +27,7 @@ SYSTEM_PYTHON = "/usr/bin/python3"
 
 def default_python(host: str) -> str:
     """Return the interpreter to use where nobody named one: here the one that runs us, if it has what trains."""
+    # find_spec looks without importing: torch itself would take seconds.
     if host == "local" and sys.executable and importlib.util.find_spec("torch") is not None:
         return sys.executable
     return SYSTEM_PYTHON
@@ -34,7 +35,12 @@ def default_python(host: str) -> str:
 
 def operator() -> str:
     """Return who asks, for the registry over there."""
-    return f"{getpass.getuser()}@{platform.node()}"
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # A user id without an entry in passwd, as containers have them; which of the two depends on Python's version.
+        user = "unknown"
+    return f"{user}@{platform.node()}"
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class Session:
         directory = Path.cwd() if directory is None else directory
         store = DestinationStore(state_directory(environment))
         settings = resolve(flags, environment, find_project_file(directory), user_file(environment))
+        # --ct alone is a container of a host that a lower layer names, not one of the host deployed to last.
         if not settings.is_given("host") and not settings.is_given("ct"):
             settings = with_destination(settings, store.current())
         remembered = store.get(settings["host"], settings["ct"])
@@ -93,6 +100,7 @@ class Session:
     @property
     def release(self) -> str:
         """The release deployed there, "" when none is known under this root."""
+        # A release lies under one root: with another --root it is not there, and asking for it would cost a call.
         if self.remembered is None or self.settings["root"] != self.remembered.root:
             return ""
         return self.remembered.release

@@ -45,11 +45,13 @@ def _check_seconds(text: str) -> None:
 
 
 def _check_host(text: str) -> None:
+    # A leading dash would become an option of ssh (-oProxyCommand=...), which runs commands here.
     if not text.isprintable() or text.startswith("-") or any(letter.isspace() for letter in text) or not text:
         raise ValueError("expected a host name, user@host, or local")
 
 
 def _check_python(text: str) -> None:
+    # argv of the far end: `pct exec` destroys what is not ASCII when the host's locale is C.
     if not text.isascii() or not text.isprintable() or text.startswith("-"):
         raise ValueError("expected the path of a Python interpreter, in ASCII")
 
@@ -121,6 +123,7 @@ def resolve(
         _file_layer(user) if user.is_file() else {},
     ]
     found: dict[str, Value] = {key: Value(setting.default, "default") for key, setting in SETTINGS.items()}
+    # The weakest first, so that each stronger layer overwrites it.
     for layer in reversed(layers):
         found.update(layer)
     _check_all(found)
@@ -134,6 +137,7 @@ def with_destination(settings: Settings, remembered: Destination | None) -> Sett
     asked = settings.is_given("host") or settings.is_given("ct")
     if asked and (settings["host"], settings["ct"]) != (remembered.host, remembered.ct):
         return settings
+    # Above the defaults, below everything that somebody wrote down.
     filled = dict(settings.values)
     for key in ("host", "ct", "root", "python", "ssh_config"):
         text = getattr(remembered, key)
@@ -158,6 +162,7 @@ def _environment_layer(environment: Mapping[str, str]) -> dict[str, Value]:
             continue
         if name not in known:
             raise unknown_setting(name, "the environment", known)
+        # `DFLASHCTL_CT= dflashctl ...` unsets, as shells have it.
         if text:
             layer[name.removeprefix(PREFIX).lower()] = Value(text, name)
     return layer

@@ -29,6 +29,7 @@ class Source:
         if not revision:
             return {"directory": str(self.directory), "revision": "", "dirty": ""}
         change = _git(self.directory, "diff", "HEAD", "--binary", "--", *FOLDERS)
+        # Names of untracked files count as well: a new file is a change although no diff shows it.
         change += _git(self.directory, "ls-files", "--others", "--exclude-standard", "--", *FOLDERS)
         dirty = hashlib.sha256(change).hexdigest()[:12] if change else ""
         return {"directory": str(self.directory), "revision": revision, "dirty": dirty}

@@ -25,6 +25,7 @@ class Talk:
 
     def __call__(self, data: dict[str, Any]) -> None:
         """Take one event frame; unknown kinds of a newer far end are skipped."""
+        # Back through the codec, so that "NaN" and missing fields are judged in one place.
         try:
             event = events.decode(dumps(data))
         except ValueError:

@@ -63,6 +63,7 @@ def resolve_training(
 
 def _file_values(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     values = load_toml(path)
+    # Here and not in from_mapping: there the origin of a single key is no longer known.
     known = {flag.key for flag in config_flags()}
     for key in values:
         if key not in known:

@@ -38,6 +38,7 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; return its exit code."""
+    # Looked up in the raw words, because they have to hold for an error in the command line itself.
     debug, as_json = "--debug" in arguments, "--json" in arguments
     try:
         return _dispatch(list(arguments))
@@ -73,6 +74,7 @@ def _dispatch(arguments: list[str]) -> int:
         OUT.line(f"dflashctl {__version__}")
         return int(ExitCode.OK)
     verb, rest = _find_verb(arguments)
+    # One verb, one app: typer builds nothing for the others, and its group classes change between its versions.
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     module = importlib.import_module(f"dflashctl.cli.{verb.module}")
     settings = {"help_option_names": ["--help", "-h"], "max_content_width": 110}
@@ -104,6 +106,7 @@ def _as_usage_error(error: Exception, arguments: Sequence[str]) -> DflashError:
     option, possibilities = getattr(error, "option_name", ""), list(getattr(error, "possibilities", None) or ())
     verb = " ".join(word for word in arguments[:2] if any(word in info.name.split() for info in VERBS))
     hint = f"`dflashctl {verb} --help` lists the options"
+    # Typer's own suggestions need a nearer miss than ours, and older versions give none.
     if option and not possibilities:
         context = getattr(error, "ctx", None)
         known = [name for parameter in context.command.params for name in parameter.opts] if context else []

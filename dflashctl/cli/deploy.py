@@ -68,7 +68,7 @@ def _remember(session: Session, release: str, root: str) -> None:
 
 def _summary(session: Session, result: Deployed, took: str) -> str:
     place = f"{session.label}, {result.root}"
-    if not result.changed:
+    if not result.changed and not result.sent:
         return f"release {result.release} was current already on {place}: nothing sent ({took})"
     before = f", was {result.previous}" if result.previous else ""
     return f"release {result.release} is current on {place}{before} ({took})"

@@ -12,10 +12,12 @@ from typing import IO
 from dflashctl.errors import NoAnswer
 from dflashctl.transport.base import ChannelClosed, Silence
 
+# A pipe holds 64 KiB on Linux: one read empties it, and more than that is never written at once.
 _PIECE = 1 << 16
 _STDERR_KEPT = 4096
 _LAST_WORDS = 0.1
-_CLOSE_PATIENCE = 2.0
+_LAST_WORDS_AT_MOST = 1.0
+_CLOSE_PATIENCE = 2.5
 """Seconds a child gets to end by itself after its pipes were closed."""
 
 
@@ -40,6 +42,7 @@ class LocalChannel:
         self._selector = selectors.DefaultSelector()
         for pipe in (self._stdout, self._stderr):
             self._selector.register(pipe, selectors.EVENT_READ)
+        # Only stdin: a write of 64 KiB into a pipe that has room for one byte would block in spite of the selector.
         os.set_blocking(self._process.stdin.fileno(), False)
         self._received = bytearray()
         self._errors = b""
@@ -52,6 +55,7 @@ class LocalChannel:
             stdin = self._stdin
             if stdin is None:
                 raise ChannelClosed
+            # Registered only while there is something to send: an empty pipe is always ready, and receive would spin.
             self._selector.register(stdin, selectors.EVENT_WRITE)
             try:
                 writable = self._pump(deadline - time.monotonic())
@@ -59,6 +63,7 @@ class LocalChannel:
                 self._selector.unregister(stdin)
             if writable:
                 left = left[self._write(stdin, left[:_PIECE]) :]
+                # The time-out counts from the last progress, so that a slow line is no dead one.
                 deadline = time.monotonic() + timeout
 
     def _write(self, stdin: IO[bytes], piece: memoryview) -> int:
@@ -107,14 +112,20 @@ class LocalChannel:
             self._errors = (self._errors + data)[-_STDERR_KEPT:]
 
     def diagnostics(self) -> str:
-        # What a dying child said last may still lie in the pipe; a grandchild may hold it open, hence a bounded wait.
-        while any(key.fileobj is self._stderr for key, _ in self._selector.select(_LAST_WORDS)):
+        # What a dying child said last may still lie in the pipe. Bounded twice: a grandchild may hold the pipe open and
+        # say nothing, and a child may never stop talking.
+        deadline = time.monotonic() + _LAST_WORDS_AT_MOST
+        while time.monotonic() < deadline and self._stderr_ready():
             self._take(self._stderr.fileno(), is_stdout=False)
         return self._errors.decode("utf-8", errors="replace").strip()
+
+    def _stderr_ready(self) -> bool:
+        return any(key.fileobj is self._stderr for key, _ in self._selector.select(_LAST_WORDS))
 
     def close(self) -> None:
         if self._process.returncode is not None:
             return
+        # With its pipes gone an agent ends by itself: its next heartbeat, two seconds at most, finds nobody.
         self.finish()
         self._selector.close()
         self._stdout.close()

@@ -29,14 +29,17 @@ def clear_remains(run: RunLayout, alarm: Callable[[str, str], None]) -> list[int
     Has no bound: as long as a process lives the run is not over, and sup.lock keeps a second one off its devices. What
     cannot be killed (state D) is told by `alarm`.
     """
+    # The wall clock may be set while we wait, in a container by its host.
     began = time.monotonic()
     killed: set[int] = set()
     while left := remains(run):
+        # A rank mid-write of its error record deserves the second: a traceback is worth more than a fast end.
         waited = time.monotonic() - began
         if waited >= GRACE_SECONDS:
             killed.update(kill_all(run))
         if waited >= _ALARM_SECONDS:
             alarm("cannot_end", f"still alive after KILL: {left.describe()}")
+        # Each look reads the environment of every process of the machine: often at first, when it matters, then seldom.
         time.sleep(0.05 if waited < GRACE_SECONDS else 0.5)
     return sorted(killed)
 
@@ -52,6 +55,7 @@ def remove_sockets(run: RunLayout) -> None:
         ours = path.name.startswith(_SOCKET_PREFIX) and path.is_dir() and not path.is_symlink()
         if path.is_absolute() and ours and path.stat().st_uid == os.geteuid():
             shutil.rmtree(path, ignore_errors=True)
+            # The trainer unlinks it once all ranks have mapped it; only a crash before that leaves it.
             ring = _SHARED_MEMORY / path.name
             if ring.is_file() and ring.lstat().st_uid == os.geteuid():
                 ring.unlink(missing_ok=True)
@@ -65,6 +69,7 @@ def write_exit(run: RunLayout, record: ExitRecord) -> bool:
     Without it the last event still tells the result, and after that `lost` is the honest answer.
     """
     deadline = time.monotonic() + _EXIT_RETRY_SECONDS
+    # Once: a stop that stands in and a supervisor that is not dead after all must not both have the last word.
     while not run.exit.exists():
         try:
             write_json(run.exit, record)

@@ -24,6 +24,7 @@ def deploy(request: Request, answer: Answer) -> None:
     release, manifest = _what(request)
     python = interpreter(request.text("python", ""))
     create_root(root)
+    # A hundred small files: hashing them takes milliseconds and finds a copy that somebody edited in place.
     need = bool(damaged(root.release(release), manifest))
     answer.note({"need": need})
     if need:
@@ -32,6 +33,7 @@ def deploy(request: Request, answer: Answer) -> None:
     result: dict[str, Any] = {"ok": None}
     if request.flag("selfcheck", True):
         result = selfcheck(root, release, python, answer)
+    # Last of all: a start that comes in between still uses the release that is known to work.
     before = current_release(root)
     switch_current(root, release)
     answer.result(
@@ -49,6 +51,7 @@ def deploy(request: Request, answer: Answer) -> None:
 def _what(request: Request) -> tuple[str, dict[str, str]]:
     """Return release id and manifest. Raises a usage error when the id is not the manifest's hash."""
     release = request.text("release", "")
+    # str(): a digest of another type then fails as a digest, with its path named.
     manifest = {path: str(digest) for path, digest in request.object("manifest").items()}
     try:
         computed = release_id(manifest)

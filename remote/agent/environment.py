@@ -20,11 +20,14 @@ def _home() -> str:
 
 def base_environment(python: str) -> dict[str, str]:
     """Return what any program needs. PATH gets /usr/local/bin, which `pct exec` leaves out."""
+    # The interpreter's own folder first: torchrun and ninja of its venv, not of the system.
     folders = [str(Path(python).parent), "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
     return {
         "PATH": ":".join(dict.fromkeys(folders)),
         "HOME": _home(),
+        # `pct exec` gives the C locale, and Python would then read UTF-8 data sets as ASCII.
         "LANG": "C.UTF-8",
+        # A log line must be in the file when its step is done, not 8 KiB later.
         "PYTHONUNBUFFERED": "1",
         # nvidia-smi counts by bus id; without this CUDA counts by speed, and GPU 3 is another one in each.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",

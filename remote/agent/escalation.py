@@ -34,6 +34,7 @@ class Escalation:
         self._leader = leader
         self._kill_grace = kill_grace
         self._grace = grace
+        # The request carries a wall clock deadline too; that one is for the ranks to show, not for us to obey.
         self._deadline = time.monotonic() + grace
         self._next_sweep = 0.0
 
@@ -58,6 +59,7 @@ class Escalation:
         if self.stage is Stage.TERM and now >= self._deadline:
             self.stage = Stage.KILL
             return self._kill()
+        # A process may fork while we kill: sweep until nothing is found, twice a second.
         if self.stage is Stage.KILL and now >= self._next_sweep:
             return self._kill()
         return ""
@@ -65,6 +67,7 @@ class Escalation:
     def _terminate(self) -> str:
         """TERM goes to the leader alone: the launcher passes it on to every rank at once."""
         processes = recorded(self._run)
+        # Our own child needs no pidfile; a stand-in has only the pidfile, and that only while run.lock is held.
         leader = self._leader or processes.get("leader")
         if leader is not None and leader.send(signal.SIGTERM):
             return f"no progress for {self._grace:g} s: sent TERM to the leader, pid {leader.pid}"
@@ -75,6 +78,7 @@ class Escalation:
     def _kill(self) -> str:
         self._next_sweep = time.monotonic() + _SWEEP_SECONDS
         killed = kill_all(self._run)
+        # Also when it took no lock and carries no variable: it is our child.
         if self._leader is not None and self._leader.send(signal.SIGKILL):
             killed.append(self._leader.pid)
         return f"sent KILL to pid {', '.join(str(pid) for pid in sorted(set(killed)))}" if killed else ""

@@ -36,6 +36,7 @@ def facts(request: Request, answer: Answer) -> None:
     answer.result(
         {
             **found,
+            # Not cpu_count(): a container sees all cores of its host there.
             "cpus": len(os.sched_getaffinity(0)),
             "memory": memory(),
             "shm": free_space(Path("/dev/shm")),
@@ -49,6 +50,7 @@ def facts(request: Request, answer: Answer) -> None:
 
 def free_space(path: Path) -> dict[str, int]:
     """Return total and free bytes where `path` lies or would be created; zeros when that cannot be asked."""
+    # Before the first deploy ROOT does not exist; the disk it will be on does.
     while not path.exists() and path != path.parent:
         path = path.parent
     try:

@@ -34,6 +34,7 @@ def follow_to_first_step(run: RunLayout, answer: Answer, limit: float) -> None:
         if _pass_on(events, answer) or not alive:
             break
         size = size_of(run.train_log)
+        # Any byte of log counts: tqdm bars of a long model load are progress too.
         if events or size != log_size:
             log_size, heard_at = size, time.monotonic()
         if time.monotonic() - heard_at >= limit:
@@ -41,6 +42,7 @@ def follow_to_first_step(run: RunLayout, answer: Answer, limit: float) -> None:
         answer.check()
         time.sleep(_POLL_SECONDS)
     status = status_of(run)
+    # A run that fails after its first step has started well; status and logs tell the rest.
     if status.step == 0 and status.state in (Lifecycle.FAILED, Lifecycle.LOST):
         _raise_crash(run, status)
     answer.result({"status": plain(status)})
@@ -48,6 +50,7 @@ def follow_to_first_step(run: RunLayout, answer: Answer, limit: float) -> None:
 
 def _pass_on(events: list[Event], answer: Answer) -> bool:
     """Send events up to the first step; whether there was one."""
+    # Not beyond the step: what follows belongs to `logs`.
     for event in events:
         answer.event(event)
         if isinstance(event, Step):

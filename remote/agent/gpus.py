@@ -65,6 +65,7 @@ def parse_gpus(text: str) -> list[Gpu]:
     gpus: list[Gpu] = []
     for line in text.splitlines():
         parts = [part.strip() for part in line.split(",")]
+        # Drivers print warnings on stdout, and names may hold commas: index first, two numbers last.
         if len(parts) >= 4 and parts[0].isdigit():
             used, total = (int(part) if part.isdigit() else 0 for part in parts[-2:])
             gpus.append(Gpu(parts[0], ", ".join(parts[1:-2]), used, total))
@@ -95,6 +96,7 @@ def cuda_devices(devices: Sequence[str]) -> list[str]:
 
 def memory_used(devices: Sequence[str]) -> dict[str, int]:
     """Return MiB in use of the given CUDA devices, by index. Raises a preflight error when one does not exist."""
+    # A run on the cpu must not depend on a driver that is broken.
     wanted = cuda_devices(devices)
     if not wanted:
         return {}
@@ -129,6 +131,7 @@ def wait_free(devices: Sequence[str], tell: Callable[[str], None], check: Callab
     told = ""
     while held := [f"GPU {index}: {mib} MiB" for index, mib in memory_used(devices).items() if mib > HELD_MIB]:
         text = "waiting for " + ", ".join(item.partition(":")[0] for item in held)
+        # One line when it changes, not one every two seconds of a night.
         if text != told:
             tell(f"{text} ({', '.join(held)})")
             told = text

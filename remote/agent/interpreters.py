@@ -37,6 +37,7 @@ class Interpreter:
     @property
     def fingerprint(self) -> str:
         """Return 12 hex digits that change with the path or any version."""
+        # The path too: two venvs of equal versions may differ in how they were built.
         text = json.dumps([self.path, self.python, sorted(self.versions.items())])
         return hashlib.sha256(text.encode("utf-8")).hexdigest()[:12]
 
@@ -45,6 +46,7 @@ def packages_of(python: str) -> Interpreter:
     """Ask an interpreter. Raises a preflight error when it does not answer."""
     try:
         answer = subprocess.run(
+            # -I: the answer must not depend on our working directory.
             [python, "-I", "-c", _PROGRAM, *PACKAGES],
             stdin=subprocess.DEVNULL,
             capture_output=True,

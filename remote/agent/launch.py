@@ -30,7 +30,9 @@ def launch_supervisor(run: RunLayout, release: Path, sup_lock: int) -> None:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            # Without DFLASH_RUN_ID: the sweep of a stop must never find the supervisor.
             env=base_environment(sys.executable),
+            # It must not keep a file system busy that somebody wants to unmount.
             cwd="/",
             start_new_session=True,
             pass_fds=(sup_lock,),
@@ -40,6 +42,7 @@ def launch_supervisor(run: RunLayout, release: Path, sup_lock: int) -> None:
     # code 0: it has forked; the child writes its pidfile as its first act.
     while code == 0 and read_pidfile(run.supervisor_pid) is None and time.monotonic() < deadline:
         time.sleep(0.005)
+    # It may have died right after the fork, of a broken interpreter for instance; its log has the traceback.
     if read_pidfile(run.supervisor_pid) is None:
         raise DflashError(
             "the supervisor did not start",

@@ -40,6 +40,7 @@ def choose_run(root: RootLayout, run_id: str) -> RunLayout | None:
         if not is_run_id(run_id) or not root.run(run_id).path.is_dir():
             raise no_such_run(f"there is no run {run_id!r} in {root.runs}")
         return root.run(run_id)
+    # Two locks a run are probed: 20 microseconds each, so a thousand old runs cost little.
     runs = [root.run(name) for name in run_ids(root)]
     return next((run for run in runs if lives(run)), runs[0] if runs else None)
 
@@ -111,6 +112,7 @@ def lifecycle_of(run: RunLayout, tail: Tail | None = None) -> Lifecycle:
     result = record.result if record is not None else ""
     if not result:
         result = tail.finished.result if tail.finished is not None else ""
+    # Anything else in the file is a newer schema or damage: `lost` claims nothing.
     return Lifecycle(result) if result in ("finished", "stopped", "failed") else Lifecycle.LOST
 
 
@@ -132,9 +134,11 @@ def status_of(run: RunLayout) -> RunStatus:
     spec, spec_problem = readable(RunSpec, run, "spec.json")
     kept, state_problem = readable(RunState, run, "state.json")
     ended, exit_problem = readable(ExitRecord, run, "exit.json")
+    # Written once, at the very beginning; the end of a long file no longer holds it.
     started = next((event for event in first_events(run.events) if isinstance(event, RunStarted)), None)
     step = tail.step
     problems = [problem for problem in (spec_problem, state_problem, exit_problem) if problem]
+    # While processes live, an exit.json (of a stop that just stood in) is not the last word.
     message = ended.message if ended is not None and not state.alive else _lost_message(state, kept)
     saved = tail.checkpoint.path if tail.checkpoint is not None else ""
     return RunStatus(
@@ -167,6 +171,7 @@ def status_of(run: RunLayout) -> RunStatus:
 def _lost_message(state: Lifecycle, kept: RunState | None) -> str:
     if state is not Lifecycle.LOST:
         return ""
+    # A container start gives a new boot id, and pids begin at 1 again.
     if kept is not None and kept.boot_id and kept.boot_id != boot_id():
         return "the machine or container was started anew since"
     return "supervisor and trainer are gone without a word: all were killed"

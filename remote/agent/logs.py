@@ -38,6 +38,7 @@ def logs(request: Request, answer: Answer) -> None:
             _follow(run, follower, answer)
         else:
             follower.drain()
+        # After the last byte was sent: following ends with the run, and its exit is then known.
         ended, _ = readable(ExitRecord, run, "exit.json")
         exit_record = plain(ended) if ended is not None else None
         answer.result({"run": run.run_id, "state": str(lifecycle_of(run)), "exit": exit_record, **follower.position})
@@ -45,6 +46,7 @@ def logs(request: Request, answer: Answer) -> None:
 
 def _path(run: RunLayout, name: str) -> Path:
     paths = {"train": run.train_log, "events": run.events, "supervisor": run.supervisor_log}
+    # A fixed list: a name from outside must not become a path.
     if name not in paths:
         raise usage_error(f"no log file {name!r}", hint=f"one of {', '.join(paths)}")
     return paths[name]
@@ -107,6 +109,7 @@ class Follower:
             if self._open(self._path):
                 self._announce("")
             return False
+        # pread: our offset is the truth that a client resumes from, not the descriptor's.
         data = os.pread(self._descriptor, _CHUNK, self._offset)
         if data:
             self._answer.data(data)
@@ -155,6 +158,7 @@ class Follower:
     def _look_at_name(self) -> bool:
         """At the end of the data: truncated, replaced or deleted? True when there is something new to read."""
         assert self._descriptor is not None
+        # copytruncate of logrotate keeps the inode; only the size tells.
         if os.fstat(self._descriptor).st_size < self._offset:
             self._offset = 0
             self._announce("truncated")

@@ -34,6 +34,7 @@ Verb = Callable[[Request, Answer], None]
 
 def own_release() -> str:
     """Return the id of the release this agent runs from, or "" (loaded over stdin, or from a source tree)."""
+    # The zip lies in the release's directory, and that is named by its content.
     name = Path(sys.argv[0]).resolve().parent.name
     return name if is_release_id(name) else ""
 
@@ -41,6 +42,7 @@ def own_release() -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb. Returns 0 when it answered (an `error` frame is an answer), 1 when nobody reads, 2 for no request."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    # Internal: no request, no answer, standard input is /dev/null.
     if arguments[:1] == ["supervise"]:
         from remote.agent.supervise import supervise
 

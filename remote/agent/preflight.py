@@ -31,7 +31,13 @@ def run_trainer_verb(
     `look` is called a few times a second meanwhile.
     """
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=dict(environment), start_new_session=True
+        # Files, not pipes: a child that prints more than a pipe holds would wait for us for ever.
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=errors,
+        env=dict(environment),
+        start_new_session=True,
     )
     try:
         while True:
@@ -41,6 +47,7 @@ def run_trainer_verb(
                 look()
                 answer.check()
     finally:
+        # The client is gone: nobody needs the verdict, and torch holds memory while it imports.
         if process.poll() is None:
             process.kill()
             process.wait()
@@ -84,6 +91,7 @@ def content_of(file: IO[bytes]) -> str:
 
 def _reported(code: int, output: str, errors: str) -> DflashError:
     said = [line for line in json_lines(output) if "error" in line]
+    # Its own exit code is the fallback: 2 for what the operator could have known, 7 for what only this machine knows.
     if said:
         return DflashError.from_json({"code": code, **said[-1]})
     return preflight_error(

@@ -34,6 +34,7 @@ def recorded(run: RunLayout) -> dict[str, ProcessIdentity]:
 
     Pidfiles are believed only while run.lock is held: nobody of the run lives otherwise, whatever they say.
     """
+    # After a reboot a pidfile names whoever got the pid; the lock died with the last process.
     if not is_held(run.run_lock):
         return {}
     named = {f"rank {rank}": identity for rank, identity in sorted(recorded_ranks(run).items())}
@@ -59,6 +60,7 @@ def carriers(run_id: str) -> list[ProcessIdentity]:
             content = Path("/proc", name, "environ").read_bytes()
         except OSError:  # ended meanwhile, or somebody else's: not a process of the run
             continue
+        # The whole variable: run ids are prefixes of nothing, but a value may contain anything, newlines too.
         if wanted in content.split(b"\0") and identity.is_alive():
             found.append(identity)
     return found
@@ -88,5 +90,6 @@ def _state(pid: int) -> str:
 
 def remains(run: RunLayout) -> Remains:
     """Look for everything of a run that still lives."""
+    # By pid: a rank is both recorded and a carrier.
     found = {identity.pid: identity for identity in (*recorded(run).values(), *carriers(run.run_id))}
     return Remains(is_held(run.run_lock), tuple(found.values()))

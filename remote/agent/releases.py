@@ -22,10 +22,12 @@ def switch_current(root: RootLayout, release: str) -> str:
     lock = acquire_within(root.start_lock.with_name("current.lock"), LockKind.EXCLUSIVE, _LOCK_SECONDS)
     try:
         previous = current_release(root)
+        # An unchanged deploy is no switch: rollback must not go back to the same release.
         if previous == release:
             return previous
         temporary = root.path / f".current-{os.getpid()}"
         temporary.unlink(missing_ok=True)
+        # Relative: ROOT may be bind-mounted elsewhere in a container.
         temporary.symlink_to(f"releases/{release}")
         temporary.replace(root.current)
         fsync_directory(root.path)
@@ -75,5 +77,6 @@ def rollback(request: Request, answer: Answer) -> None:
 
 def _before(root: RootLayout, current: str) -> str:
     names = [str(entry.get("release", "")) for entry in reversed(_history(root))]
+    # The newest other one: rollback twice returns to where one was.
     others = [name for name in names if name != current and is_release_id(name)]
     return next((name for name in others if root.release(name).is_dir()), "")

@@ -26,6 +26,7 @@ def resolve_root(text: str) -> Path:
                 f"{text!r} cannot be ROOT", cause=str(error), hint="pass --root DIR (absolute)"
             ) from error
         return path
+    # The volume that survives a rebuilt container, where images of GPU clouds have one.
     if Path("/workspace").is_dir():
         return Path("/workspace/dflashctl")
     if os.geteuid() == 0:
@@ -58,6 +59,7 @@ def require_release(root: RootLayout, release: str) -> Path:
     """Return the directory of a release, of the current one for "". Raises a preflight error when it is not there."""
     if release and not is_release_id(release):
         raise usage_error(f"not a release id: {release!r}", hint="12 hex digits, as `dflashctl releases` lists them")
+    # The link may point to a release that somebody removed by hand; then there is none.
     release = release or current_release(root)
     if not release:
         raise not_deployed(f"{root.path} holds no current release")

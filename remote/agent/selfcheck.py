@@ -27,6 +27,7 @@ def selfcheck(root: RootLayout, release: str, python: str, answer: Answer) -> di
     interpreter = packages_of(python)
     path = root.selfchecks / f"{release}-{interpreter.fingerprint}.json"
     kept = _kept(path)
+    # Twenty seconds of torch import and two toy steps: not for every deploy of the same tree.
     if kept.get("ok") is True:
         return kept
     answer.phase("selfcheck")
@@ -37,6 +38,7 @@ def selfcheck(root: RootLayout, release: str, python: str, answer: Answer) -> di
         command = [python, "-m", "trainer", "selfcheck", "--json"]
         environment = trainer_environment(python, root.path, directory)
         code = run_trainer_verb(command, environment, output, errors, answer, relay.poll)
+        # What it printed between our last look and its end.
         relay.poll()
         said = [line for line in json_lines(content_of(output)) if "kind" not in line]
         seconds = time.monotonic() - began

@@ -36,6 +36,7 @@ def start(request: Request, answer: Answer) -> None:
     root = RootLayout(request.root)
     create_root(root)
     plan = read_plan(request, root)
+    # The first answer may have been lost after the launch: then only the following is left to do.
     if not _launched(plan.run):
         # Cheap answer first; the same check decides again under the lock.
         refuse_if_busy(root, plan.spec.devices)
@@ -48,6 +49,7 @@ def start(request: Request, answer: Answer) -> None:
             preflight(plan.python, plan.preflight_environment(root.path), plan.spec.config, answer)
             answer.phase("preflight", "passed", time.monotonic() - began)
         with _start_lock(root, plan.spec):
+            # A retry may have overtaken us while we waited for the lock.
             if not _launched(plan.run):
                 _launch(root, plan)
     follow_to_first_step(plan.run, answer, plan.limit)
@@ -106,6 +108,7 @@ def _start_lock(root: RootLayout, spec: RunSpec) -> Generator[None]:
 def _launch(root: RootLayout, plan: StartPlan) -> None:
     """Write the run's directory and launch its supervisor; the caller holds start.lock."""
     _discard_unlaunched(root)
+    # Again, now that nobody else can be launching.
     refuse_if_busy(root, plan.spec.devices)
     spec = dataclasses.replace(plan.spec, gpu_memory=require_free(plan.spec.devices))
     run = plan.run
@@ -120,6 +123,7 @@ def _launch(root: RootLayout, plan: StartPlan) -> None:
         finally:
             os.close(sup_lock)
     except OSError as error:
+        # Nothing was launched, so nothing of it may stay: a retry starts from nothing.
         shutil.rmtree(run.path, ignore_errors=True)
         raise preflight_error(
             f"cannot write {run.path}", cause=f"{error.strerror}", hint="free some space, or choose another --root"

@@ -44,6 +44,7 @@ class StartPlan:
 def read_plan(request: Request, root: RootLayout) -> StartPlan:
     """Complete the request's spec. Raises usage or preflight errors for what does not hold."""
     spec = _spec(request.object("spec"))
+    # Checked to be a run id, so it cannot leave ROOT.
     run = root.run(spec.run_id)
     release = require_release(root, spec.release)
     python = interpreter(request.text("python", ""))
@@ -61,6 +62,7 @@ def read_plan(request: Request, root: RootLayout) -> StartPlan:
         release=release.name,
         created=time.time(),
         config=config,
+        # A stand-in has no packages to record, and asking costs 0.1 s.
         packages=spec.packages if argv else packages_of(python).versions,
         resumed_from=resumed_from or str(config.get("resume", "")),
     )
@@ -94,6 +96,7 @@ def find_checkpoint(root: RootLayout, resume: str) -> Path:
     """
     name, _, step = resume.partition("@")
     if name == LAST:
+        # Not simply the newest run: that may be one that crashed while loading.
         name = next((each for each in run_ids(root) if _checkpoints(root.run(each))), "")
         if not name:
             raise no_such_run(f"no run in {root.runs} has a checkpoint")

@@ -26,6 +26,7 @@ class StateFile:
     def change(self, **values: Any) -> None:
         """Replace fields of the state and write it."""
         changed = dataclasses.replace(self.state, **values)
+        # A write is an fsync: 5 to 50 ms on a busy disk, and we are asked four times a second.
         if changed != self.state:
             self.state = changed
             self._dirty = True
@@ -54,6 +55,7 @@ class StateFile:
             self._dirty = False
         except OSError as error:
             self._retry_at = time.monotonic() + _RETRY_SECONDS
+            # In memory only: alarm() would try to write it, here, where writing fails.
             if not any(old.kind == "state_unwritten" for old in self.state.alarms):
                 alarm = Alarm("state_unwritten", f"state.json could not be written: {error.strerror}", time.time())
                 self.state = dataclasses.replace(self.state, alarms=(*self.state.alarms, alarm))

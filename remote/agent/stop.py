@@ -43,6 +43,7 @@ def stop(request: Request, answer: Answer) -> None:
         answer.result({"status": plain(status), "message": f"run {run.run_id} was not running: {status.state}"})
         return
     spec, _ = readable(RunSpec, run, "spec.json")
+    # The far end's own default is in the spec: whoever started the run knew how long its checkpoints take.
     grace = 0.0 if request.flag("now", False) else request.number("grace", spec.stop_grace if spec else 120.0)
     kill_grace = spec.kill_grace if spec else 15.0
     _ask(run, request, grace)
@@ -93,6 +94,7 @@ class _Waiting:
     def until_ended(self) -> None:
         """Return when no process of the run lives. Raises DflashError (9) at the bound."""
         while lives(self._run):
+            # Looked at every time: the supervisor may die while we wait for it.
             if lifecycle_of(self._run) is Lifecycle.ORPHANED:
                 self._stand_in()
             self._wait_a_little()
@@ -133,7 +135,9 @@ class _Waiting:
             self._answer.say("the supervisor is dead: this stop ends the run itself", level="warning")
             stop = read_stop(self._run)
             state = self._state_file(stop.by if stop else "stop")
+            # The grace begins anew: a dead supervisor may have begun it long ago, but nobody acted on it.
             escalation = Escalation(self._run, self._grace, self._kill_grace)
+            # Not only the lock: a grandchild that left carries the run's id and holds its GPU memory.
             while remains(self._run):
                 escalation.hasten((read_stop(self._run) or StopRequest(0.0, "")).grace)
                 if done := escalation.tick():
@@ -162,6 +166,7 @@ def _wait_for_gpus(run: RunLayout) -> int:
     spec, _ = readable(RunSpec, run, "spec.json")
     if spec is None or not spec.gpu_memory:
         return 0
+    # The driver frees tens of gigabytes after the process is gone: 1 to 15 s were seen.
     deadline = time.monotonic() + _GPU_SECONDS
     while held := above_baseline(spec.gpu_memory):
         if time.monotonic() >= deadline:

@@ -32,8 +32,10 @@ def supervise(run_dir: Path, sup_lock: int) -> int:
     """Detach, then supervise the run in `run_dir` to its end. `sup_lock` is the inherited descriptor that holds sup.lock."""
     # The lock came over fork and exec so that it was never free in between; from here on no child may have it.
     os.set_inheritable(sup_lock, False)
+    # The second half of the double fork: not being a session leader, it can never get a terminal.
     if os.fork():
         os._exit(0)
+    # The trainer inherits this: a terminal that closes is no reason to end a run of days.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     run = RunLayout(run_dir)
     write_pidfile(run.supervisor_pid, ProcessIdentity.of())
@@ -108,8 +110,10 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                # Complete, as stored: nothing of our own environment gets through.
                 env=self._spec.environment,
                 cwd=self._run.path,
+                # Its own session: whatever ends ours by group does not reach it.
                 start_new_session=True,
             )
         finally:
@@ -136,6 +140,7 @@ class Supervisor:
             self._escalation.progress(events)
 
     def _look_for_stall(self) -> None:
+        # Before the first step, start's limit on silence watches; after a stop, the escalation does.
         if self._last_step_at is None or self._escalation is not None:
             return
         quiet = time.monotonic() - self._last_step_at
@@ -154,6 +159,7 @@ class Supervisor:
             self._escalation = Escalation(self._run, grace, self._spec.kill_grace, leader)
             by = stop.by if stop is not None else ""
             self._file.change(state=str(Lifecycle.STOPPING), since=time.time(), stop_by=by)
+        # stop.json is read anew each time: a later, more urgent stop replaces it.
         self._escalation.hasten(grace)
 
     def _finish(self, returncode: int, first_dead: int | None) -> None:

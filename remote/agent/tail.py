@@ -24,6 +24,7 @@ class EventTail:
         """Return the events completed since the last call (from at most 4 MiB); a torn last line waits."""
         try:
             with self._path.open("rb") as file:
+                # Somebody truncated it: begin anew rather than wait for it to grow back.
                 if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset, self._rest = 0, b""
                 file.seek(self._offset)
@@ -31,6 +32,7 @@ class EventTail:
         except OSError:  # not there yet, or the run's directory was deleted: no news
             return []
         self._offset += len(data)
+        # A writer killed in mid-line leaves half of one; it is never parsed, and a next writer's newline ends it.
         complete, newline, self._rest = (self._rest + data).rpartition(b"\n")
         return list(read_events(complete + newline))
 
@@ -48,6 +50,7 @@ def read_tail(path: Path, size: int) -> bytes:
     try:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
+            # The first line of what we read is cut; read_events skips what is no event.
             file.seek(max(0, end - size))
             return file.read(size)
     except OSError:
@@ -82,6 +85,7 @@ def line_start(descriptor: int, lines: int) -> int:
     end = position = os.fstat(descriptor).st_size
     # The newline that ends the last line separates nothing.
     wanted = lines + 1 if end and os.pread(descriptor, 1, end - 1) == b"\n" else lines
+    # --tail 0: only what is new.
     if lines <= 0:
         return end
     while position > 0:

@@ -87,6 +87,7 @@ def _temporary(root: RootLayout, release: str) -> Generator[Path]:
 
     Its lock is taken before it exists, so a directory without a held lock is a dead one's.
     """
+    # Before we write: what a dead deploy left may be the space that we lack.
     _remove_dead(root)
     name = f"{_TEMPORARY}{release}-{os.getpid()}"
     lock = root.start_lock.with_name(name)
@@ -122,6 +123,7 @@ def _unpack(directory: Path, manifest: Mapping[str, str], chunks: Iterator[bytes
     unpacked: set[str] = set()
     with tarfile.open(fileobj=cast("IO[bytes]", stream), mode="r|*") as archive:
         for member in archive:
+            # Directories come of the files' paths; their modes and owners are ours to choose.
             if member.isdir():
                 continue
             # The manifest's paths are checked: a member that equals one of them cannot leave the directory.
@@ -131,6 +133,7 @@ def _unpack(directory: Path, manifest: Mapping[str, str], chunks: Iterator[bytes
             assert content is not None, "isreg() holds, so there is content"
             _write(directory / member.name, content, manifest[member.name])
             unpacked.add(member.name)
+    # tar pads to 10 KiB, and the `end` frame comes after: a client cut off there did not send it all.
     stream.drain()
     missing = sorted(set(manifest) - unpacked)
     if missing:
@@ -140,6 +143,7 @@ def _unpack(directory: Path, manifest: Mapping[str, str], chunks: Iterator[bytes
 def _write(path: Path, content: IO[bytes], expected: str) -> None:
     digest = hashlib.sha256()
     path.parent.mkdir(parents=True, exist_ok=True)
+    # x: never through a link or over a file that is already there.
     with path.open("xb") as file:
         while chunk := content.read(_CHUNK):
             digest.update(chunk)
@@ -172,6 +176,7 @@ def _put_in_place(root: RootLayout, release: str, temporary: Path) -> None:
 
 def _replace(place: Path, temporary: Path) -> None:
     """Another deploy was faster, or the old copy is damaged: this verified one takes its place either way."""
+    # rename() does not replace a directory that has content. A run that uses the old one keeps its open files.
     aside = temporary.with_name(temporary.name + "-old")
     place.rename(aside)
     temporary.rename(place)

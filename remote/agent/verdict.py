@@ -87,8 +87,10 @@ def read_stop(run: RunLayout) -> StopRequest | None:
 def judge(run: RunLayout, story: Story, ending: Ending) -> ExitRecord:
     """Say how the run ended: the trainer's own word first, then a stop that needed signals, else a failure."""
     stop = read_stop(run)
+    # Written after the last checkpoint and before the ranks end: later trouble, in torch's exit for instance, undoes nothing.
     if story.finished is not None and story.finished.result in _RESULTS:
         result = story.finished.result
+    # TERM gives the ranks no chance to say run_finished.
     elif stop is not None and (ending.escalated or (ending.returncode == 0 and not rank_errors(run))):
         result = str(Lifecycle.STOPPED)
     else:
@@ -127,6 +129,7 @@ def _blame(run: RunLayout, story: Story, ending: Ending) -> tuple[int | None, st
         reason = "the kernel killed for memory" if ending.oom_kill else "killed from outside"
         return dead, f"rank {dead}{f' ({role})' if role else ''} died without a word: {reason}", ""
     if errors:
+        # By the clock of one machine, so the order is that of the failures.
         first = min(errors.values(), key=lambda error: error.time)
         # A DflashError is a sentence for people already.
         said = first.message if first.kind == DflashError.__name__ else f"{first.kind}: {first.message}"

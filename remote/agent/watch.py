@@ -35,10 +35,12 @@ class Watch:
 
     def wait(self, seconds: float) -> bool:
         """Wait until a process ends, at most `seconds`. Returns whether the leader has ended."""
+        # Ranks appear one by one while the launcher starts them; a listing of a few files costs microseconds.
         self._open_new_ranks()
         ready = {descriptor for descriptor, _ in self._poller.poll(seconds * 1000)}
         for descriptor in ready - {self._leader_fd}:
             rank = self._ranks.pop(descriptor)
+            # An ended process stays readable for ever: the loop would spin.
             self._poller.unregister(descriptor)
             os.close(descriptor)
             self._note(rank)
@@ -54,6 +56,7 @@ class Watch:
             except ProcessLookupError:
                 self._note(rank)
                 continue
+            # Opened too late: another process may have the pid by now.
             if not identity.is_alive():
                 os.close(descriptor)
                 self._note(rank)

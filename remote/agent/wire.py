@@ -94,6 +94,7 @@ class Request:
         value = self._body.get(key)
         if value is None:
             return default
+        # True is an int to Python, not to a person who wrote a request.
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             found = type(value).__name__
             raise usage_error(f"request field {key!r} is {found}", cause=f"expected {types[0].__name__}")
@@ -103,6 +104,7 @@ class Request:
 def _frames(descriptor: int) -> Iterator[Frame]:
     parser = FrameParser()
     while True:
+        # A frozen client holds its end open: without a bound its agent would wait for ever.
         # poll, not select: descriptors above 1023 are legal, and a plain file is always ready for both.
         poller = select.poll()
         poller.register(descriptor, select.POLLIN)
@@ -190,7 +192,9 @@ class Answer:
 
     def _write(self, frame: Frame) -> None:
         """Write one whole frame. Raises ClientGone when nobody reads."""
+        # A pipe takes 64 KiB at a time: the rest must not be copied each time.
         rest = memoryview(frame.encode())
+        # Heartbeats come from another thread; a frame must go out whole.
         with self._lock:
             try:
                 while rest and not self._gone.is_set():

@@ -29,6 +29,7 @@ def _float_word(value: float) -> float | str:
 
 def plain(value: Any) -> Any:
     """Return `value` as JSON types: dataclasses become objects, tuples lists, non-finite floats strings."""
+    # First, and by far the most frequent: metrics.
     if isinstance(value, float):
         return _float_word(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -42,6 +43,7 @@ def plain(value: Any) -> Any:
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
     """Return ASCII JSON of `value`; compact unless `indent` is given."""
+    # events.jsonl grows by a line a step for weeks: spaces would be a tenth of it.
     separators = (",", ":") if indent is None else None
     return json.dumps(plain(value), ensure_ascii=True, allow_nan=False, indent=indent, separators=separators)
 
@@ -60,6 +62,7 @@ def loads_object(text: str | bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
+# Resolving the annotations of a class takes 100 times longer than reading a record of it.
 @cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
     return get_type_hints(cls)
@@ -83,6 +86,7 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return _to_float(value, where)
     for option in options:
+        # type(), not isinstance: a bool is an int, and `true` for a step would become 1.
         if option in (bool, int, str) and type(value) is option:
             return value
         if isinstance(option, type) and dataclasses.is_dataclass(option) and isinstance(value, dict):

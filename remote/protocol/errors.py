@@ -62,6 +62,7 @@ class DflashError(Exception):
     def from_json(cls, data: dict[str, Any]) -> DflashError:
         """Rebuild an error from an `error` frame; unknown codes of a newer far end become FAILED."""
         code = data.get("code")
+        # The far end may be newer than we are.
         known = isinstance(code, int) and code in {int(member) for member in ExitCode}
         return cls(
             str(data.get("error", "unknown error")),

@@ -183,6 +183,7 @@ def decode(line: str | bytes) -> Event | None:
 
 def read_events(data: bytes) -> Iterator[Event]:
     """Yield the known events of complete lines in `data`; a torn last line, unknown kinds and garbage are skipped."""
+    # splitlines() would also cut at a lone CR, or U+2028 in decoded text.
     for line in data.split(b"\n")[:-1]:
         try:
             event = decode(line)
@@ -208,6 +209,7 @@ def _render_value(value: Any, spec: str) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if spec == "json3":
+        # A line is for reading; events.jsonl has every digit.
         return dumps({key: round(item, 3) for key, item in value.items()})
     if isinstance(value, float):
         return str(plain(value)) if plain(value) != value else format(value, spec)
@@ -218,6 +220,7 @@ def _render_value(value: Any, spec: str) -> str:
 
 def render_line(event: Event) -> str:
     """Return the human log line: UTC time, kind, key=value pairs."""
+    # UTC: laptop and container seldom agree on a zone.
     stamp = datetime.fromtimestamp(event.time, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
     pairs = [
         f"{field.name}={_render_value(getattr(event, field.name), field.metadata['line'])}"

@@ -23,12 +23,14 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
     Raises OSError (no space, read-only); the previous content then still stands and no temporary file is left.
     """
+    # Beside the file, because rename works within one file system only; hidden, with our pid, so that two writers never meet.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
+            # Before the rename: else a power cut can leave the new name with no content.
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:

@@ -53,6 +53,7 @@ class Frame:
 
     def encode(self) -> bytes:
         """Return the frame's bytes on the wire. Raises FrameError when the payload is over its bound."""
+        # The reader would refuse it: better here, where the traceback names who made it.
         if len(self.payload) > (MAX_DATA if self.kind is Kind.DATA else MAX_PAYLOAD):
             raise FrameError(f"{self.kind} frame of {len(self.payload)} bytes is over the bound")
         return f"{self.nonce} {self.kind} {len(self.payload)}\n".encode("ascii") + self.payload
@@ -144,6 +145,7 @@ class FrameParser:
         del self._buffer[:length]
 
     def _checked_length(self, match: re.Match[bytes]) -> int:
+        # The nonce of an earlier answer, or a forged frame in noise: neither is ours.
         if self.nonce is None or match[1] != self.nonce.encode("ascii"):
             raise FrameError(f"frame of another request: {match[0]!r}")
         try:

@@ -56,6 +56,7 @@ class ProcessIdentity:
 
     def is_alive(self) -> bool:
         """Whether this very process lives. A zombie is dead."""
+        # A restarted container counts ticks from its host's boot, so equal pid and ticks still need the boot id.
         stat = read_stat(self.pid)
         return (
             stat is not None
@@ -70,6 +71,7 @@ class ProcessIdentity:
         The identity is checked after the pidfd is open: from then on the pid cannot be reused under us.
         """
         try:
+            # kill() would hit whoever has the pid at that moment.
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return False

@@ -14,6 +14,7 @@ _RELEASE_ID = re.compile(r"[0-9a-f]{12}")
 
 def new_run_id() -> str:
     """Draw a run id: UTC time, so that ids sort by age, and six random hex digits."""
+    # 24 bits: two starts in one second still differ, and a directory that exists is never reused for another run.
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex()
 
 
@@ -115,6 +116,7 @@ class RunLayout:
 
     def create(self) -> None:
         """Make the directory and its folders; existing ones stay."""
+        # The ranks write there in their first moments; none has to make a directory then.
         for folder in (self.path, self.path / "errors", self.path / "ranks"):
             folder.mkdir(parents=True, exist_ok=True)
 

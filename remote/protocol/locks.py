@@ -41,11 +41,13 @@ def acquire(path: Path, kind: LockKind) -> int:
 
     Raises LockBusy when a conflicting lock is held, OSError when the file cannot be opened.
     """
+    # Read and write: a shared lock needs the first, an exclusive one the second.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.fcntl(descriptor, _F_OFD_SETLK, _request(kind))
     except OSError as error:
         os.close(descriptor)
+        # POSIX allows EAGAIN and EACCES for a lock that is held.
         if isinstance(error, BlockingIOError | PermissionError):
             raise LockBusy(str(path)) from error
         raise

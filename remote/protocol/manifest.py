@@ -20,6 +20,7 @@ def check_path(path: str) -> str:
     characters, the manifest itself.
     """
     pure = PurePosixPath(path)
+    # A path that is not normalised gives one file two lines, and so one tree two ids.
     inside = path != "" and not pure.is_absolute() and ".." not in pure.parts and str(pure) == path and path != "."
     if not inside or not path.isprintable() or path == MANIFEST_NAME:
         raise ValueError(f"not a path inside a release: {path!r}")

@@ -193,7 +193,7 @@ class TestOrphaned:
         ended(far)
 
     def test_what_cannot_end_in_time_is_named(self, far):
-        far.running()
+        far.running("--ignore-stop")
         far.kill_supervisor()
         lock = acquire(far.run.run_lock, LockKind.SHARED)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def ring_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ring(ring_file: Path) -> Iterator[Ring]:
-    yield Ring(ring_file, slot_size=slot_bytes(16, 8, 8), slots_per_pair=2)
+    return Ring(ring_file, slot_size=slot_bytes(16, 8, 8), slots_per_pair=2)
 
 
 @given(headers)
@@ -97,7 +98,7 @@ def test_the_parts_of_a_view_are_aligned_and_disjoint(ring: Ring, split: bool, d
     spans = [(part.data_ptr() - start, part.numel() * part.itemsize) for part in parts]
     slot = (2 * 2 + 1) * ring.slot_size
     assert all(offset % ALIGNMENT == 0 and offset >= slot + ALIGNMENT for offset, _ in spans)
-    assert all(offset + size <= after for (offset, size), (after, _) in zip(spans, spans[1:], strict=False))
+    assert all(offset + size <= after for (offset, size), (after, _) in itertools.pairwise(spans))
     assert spans[-1][0] + spans[-1][1] <= slot + ring.slot_size
 
 

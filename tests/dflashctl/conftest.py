@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 import signal
@@ -8,9 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from dflashctl.cli import run
 from remote.agent.processes import carriers, recorded
 from remote.protocol.identity import read_pidfile
 from remote.protocol.layout import RunLayout
@@ -39,7 +43,7 @@ sys.exit(main())
 
 @dataclass
 class Cli:
-    """`dflashctl` as a user runs it: another process, its own home, a directory of its own."""
+    """`dflashctl` as a user runs it: its own home, a directory of its own."""
 
     home: Path
     directory: Path
@@ -53,16 +57,30 @@ class Cli:
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "dflashctl", *arguments]
 
-    def __call__(self, *arguments: str, timeout: float = 60, **extra: str) -> subprocess.CompletedProcess[str]:
+    def process(self, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        """Run a command line in a process of its own."""
         return subprocess.run(
             self.command(*arguments),
             cwd=self.directory,
             env=self.environment(**extra),
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=60,
             check=False,
         )
+
+    def __call__(self, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        """Run a command line in this process: the same, without 0.3 s of imports (typer's pydantic) each time."""
+        streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace", write_through=True) for _ in "oe"]
+        environment = self.environment(**extra)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.dict(os.environ, environment, clear=True))
+            stack.enter_context(contextlib.chdir(self.directory))
+            stack.enter_context(contextlib.redirect_stdout(streams[0]))
+            stack.enter_context(contextlib.redirect_stderr(streams[1]))
+            code = run(arguments)
+        out, err = (stream.buffer.getvalue().decode("utf-8") for stream in streams)
+        return subprocess.CompletedProcess(arguments, code, out, err)
 
     def run_layout(self) -> RunLayout:
         """The newest run."""

@@ -24,7 +24,7 @@ def deploy(cli, tree, *extra):
 
 def test_the_four_commands_as_they_stand_in_the_readme(cli, standin_tree):
     deploy(cli, standin_tree())
-    started = cli("start", "--profile-interval", "60", "--split-fc", "off")
+    started = cli.process("start", "--profile-interval", "60", "--split-fc", "off")
     assert started.returncode == 0, started.stderr
     assert started.stdout.startswith("step 1, loss 10, 1 target / 1 drafter")
     assert "profile_interval=60" in started.stderr
@@ -33,7 +33,7 @@ def test_the_four_commands_as_they_stand_in_the_readme(cli, standin_tree):
         cli.command("logs", "--follow"), cwd=cli.directory, env=cli.environment(), stdout=subprocess.PIPE, text=True
     )
     assert "run_started" in following.stdout.readline()
-    stopped = cli("stop")
+    stopped = cli.process("stop")
     assert stopped.returncode == 0, stopped.stderr
     assert "stopped" in stopped.stdout
     assert "checkpoint of step" in stopped.stderr
@@ -41,7 +41,7 @@ def test_the_four_commands_as_they_stand_in_the_readme(cli, standin_tree):
     assert following.returncode == ExitCode.OK
     assert rest.splitlines()[-1].startswith("run ")
     assert " stopped at step" in rest.splitlines()[-1]
-    assert cli("stop").returncode == 0
+    assert cli.process("stop").returncode == 0
 
 
 def test_status_json_has_the_fields_that_scripts_rely_on(cli, standin_tree):
@@ -236,7 +236,7 @@ def test_names_are_only_text_whatever_they_hold(cli, standin_tree):
     assert (spec["name"], spec["note"]) == (name, note)
     assert list(cli.directory.iterdir()) == []
     assert cli("status").returncode == 0
-    assert cli("runs", PYTHONIOENCODING="ascii").returncode == 0
+    assert cli.process("runs", PYTHONIOENCODING="ascii").returncode == 0
 
 
 def test_of_four_starts_at_once_one_runs(cli, standin_tree):

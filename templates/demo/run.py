@@ -25,7 +25,6 @@ from remote.protocol import events as ev
 
 TREE = Path(__file__).resolve().parents[2]
 BUILD = TREE / "build" / "demo"
-CONFIG = TREE / "templates" / "demo.toml"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -33,7 +32,8 @@ def run(*argv: str | Path, capture: bool = False) -> str:
     """Run a command of the product and print it first. Ends the demo with the command's exit code when it fails."""
     command = [sys.executable, "-m", *map(str, argv)]
     print(f"\n$ {shlex.join(['python', *command[1:]])}", flush=True)
-    environment = {**os.environ, "DFLASHCTL_HOME": str(BUILD / "home"), "PYTHONPATH": str(TREE)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DFLASHCTL_")}
+    environment = {**kept, "DFLASHCTL_HOME": str(BUILD / "home"), "PYTHONPATH": str(TREE)}
     done = subprocess.run(
         command, check=False, env=environment, cwd=TREE, stdout=subprocess.PIPE if capture else None, text=True
     )
@@ -63,10 +63,10 @@ class Trained:
     checkpoint: Path
 
 
-def train() -> Trained:
-    """Deploy, start, follow to the end."""
+def train(flags: list[str]) -> Trained:
+    """Deploy, start with the preset of this machine and `flags`, follow to the end."""
     run("dflashctl", "deploy", "--host", "local", "--root", BUILD / "root")
-    run("dflashctl", "start", "--config", CONFIG, "--name", "demo")
+    run("dflashctl", "start", "--host", "local", "--name", "demo", *flags)
     run("dflashctl", "logs", "--follow")
     status: dict[str, Any] = json.loads(run("dflashctl", "status", "--json", capture=True))
     events = ev.read_events((Path(status["run_dir"]) / "events.jsonl").read_bytes())
@@ -135,12 +135,14 @@ def show(figures: dict[str, Any]) -> None:
     Console().print(table)
 
 
-def main() -> None:
-    """Run the demo."""
+def main(flags: list[str]) -> None:
+    """Run the demo; `flags` go to `dflashctl start`, e.g. --max-steps 20 for a look at how it goes."""
     began = time.monotonic()
     BUILD.mkdir(parents=True, exist_ok=True)
+    # What an earlier demo remembered must not decide what this one does.
+    shutil.rmtree(BUILD / "home", ignore_errors=True)
     target = make_target()
-    trained = train()
+    trained = train(flags)
     reports = evaluate(trained, target)
     figures = summary(trained, reports, target, time.monotonic() - began)
     (BUILD / "summary.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
@@ -149,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

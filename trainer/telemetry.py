@@ -45,6 +45,7 @@ class EventWriter:
         self._file = os.open(events_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._write_lock = threading.Lock()
         self._write_failed = False
+        self._torn = False
         self._observer = observer
         self._wake_read, self._wake_write = os.pipe()
         self._socket: socket.socket | None = None
@@ -61,7 +62,8 @@ class EventWriter:
 
     def emit(self, event: ev.Event) -> None:
         line = ev.encode(event)
-        with self._write_lock:
+        # The log may lie on the same full disk; then there is nowhere left to say so.
+        with self._write_lock, contextlib.suppress(OSError):
             self._append(line)
             # One write call: the ranks share the log file, and O_APPEND keeps lines of one write whole.
             sys.stdout.write(ev.render_line(event) + "\n")
@@ -70,13 +72,18 @@ class EventWriter:
             self._observer(event)
 
     def _append(self, line: str) -> None:
+        # Behind half a line a new one begins: else the first event after the disk has room again would be lost with it.
+        data = (b"\n" if self._torn else b"") + line.encode("ascii") + b"\n"
+        failed_before = self._write_failed
         try:
-            os.write(self._file, line.encode("ascii") + b"\n")
-            self._write_failed = False
+            self._torn = os.write(self._file, data) < len(data)
+            self._write_failed = self._torn
+            reason = "a line was cut short"
         except OSError as error:
-            if not self._write_failed:
-                print(f"events.jsonl cannot be written: {error.strerror}", file=sys.stderr, flush=True)
             self._write_failed = True
+            reason = str(error.strerror)
+        if self._write_failed and not failed_before:
+            print(f"events.jsonl cannot be written: {reason}", file=sys.stderr, flush=True)
 
     def _receive(self) -> None:
         assert self._socket is not None

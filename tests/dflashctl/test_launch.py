@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 
 from dflashctl.agent_client import AgentClient, StartRequest
 from dflashctl.errors import ConnectionLost
-from dflashctl.launch import make_spec, start_run
+from dflashctl.launch import make_spec, show_started, start_run
 from dflashctl.session import Session
 from dflashctl.talk import Talk
 from dflashctl.training import Training
 from dflashctl.transport import Silence
+from remote.protocol import events as ev
 from remote.protocol.codec import from_plain, plain
 from remote.protocol.errors import DflashError, ExitCode
 from remote.protocol.frames import Kind
@@ -113,3 +115,40 @@ def test_any_name_and_note_arrive_unchanged(tmp_path_factory, name, note):
     spec = make_spec(session, training_of(device="cpu"), name=name, note=note)
     start_run(session, StartRequest(spec, 5.0), Talk())
     assert from_plain(RunSpec, far.requests[0]["spec"]) == spec
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (
+            RunStatus("r", "running", step=1, loss=11.94, topology="1 target / 1 drafter"),
+            "step 1, loss 11.94, 1 target",
+        ),
+        (RunStatus("r", "finished", step=3), "r on local: finished"),
+        (RunStatus("r", "a state of the future", step=2), "step 2"),
+    ],
+)
+def test_start_answers_with_one_line_while_it_trains_and_with_the_card_after(session, capsys, status, words):
+    show_started(status, Talk(), session, as_json=False)
+    assert words in capsys.readouterr().out
+
+
+def test_start_answers_a_script_with_the_status(session, capsys):
+    show_started(RunStatus("r", "running", step=1), Talk(), session, as_json=True)
+    assert from_plain(RunStatus, json.loads(capsys.readouterr().out)).step == 1
+
+
+def test_the_last_line_takes_loss_and_waits_from_the_events_that_passed(session, capsys):
+    talk = Talk()
+    step = ev.Step(
+        time=0.0, step=1, total_steps=9, epoch=0, loss=9.75, accuracy=0, accept_len=1, lr=1, grad_norm=1, tokens=1,
+        tokens_per_second=1.0,
+    )  # fmt: skip
+    profile = ev.PipelineProfile(
+        time=0.0, interval=1, target_tokens_per_second=1, drafter_tokens_per_second=1, tokens_per_second=1,
+        target_wait=0.03, drafter_wait=0.4, ring_bytes=0, ring_capacity=1, padding=0, limits="targets",
+    )  # fmt: skip
+    for event in (step, profile):
+        talk({"kind": event.kind, **plain(event)})
+    show_started(RunStatus("r", "running", step=7), talk, session, as_json=False)
+    assert capsys.readouterr().out == "step 1, loss 9.75, targets wait 3%, drafters 40%\n"

@@ -1,0 +1,126 @@
+"""From the command line to config.json over there: which file, which flag, and what is remembered."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import pytest
+
+from remote.protocol.errors import ExitCode
+
+
+@pytest.fixture
+def start(cli, standin_tree):
+    """Deploy a stand-in that ends at once; return a function that starts it and returns the run's configuration."""
+    tree = standin_tree("--finish-early")
+    (tree / "templates" / "demo.toml").write_text('device = "cpu"\nlr = 0.5\ndata_dir = "templates/replies"\n')
+    deployed = cli(
+        "deploy", "--host", "local", "--root", str(cli.root), "--source", str(tree), "--python", sys.executable
+    )
+    assert deployed.returncode == 0, deployed.stderr
+
+    def run(*arguments, **environment):
+        seen = set((cli.root / "runs").iterdir())
+        done = cli("start", *arguments, **environment)
+        assert done.returncode == 0, done.stderr
+        (run,) = set((cli.root / "runs").iterdir()) - seen
+        deadline = time.monotonic() + 10
+        while not (run / "exit.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return json.loads((run / "config.json").read_text())
+
+    run.tree = tree
+    return run
+
+
+def toml(path, lr):
+    path.write_text(f'device = "cpu"\nlr = {lr}\n')
+    return str(path)
+
+
+def test_flag_then_variable_then_project_then_the_last_one_then_the_preset(cli, start):
+    assert start()["lr"] == 0.5
+    assert start("--config", toml(cli.directory / "flag.toml", 0.4))["lr"] == 0.4
+    assert start()["lr"] == 0.4
+    toml(cli.directory / "project.toml", 0.3)
+    (cli.directory / "dflashctl.toml").write_text('config = "project.toml"\n')
+    assert start()["lr"] == 0.3
+    variable = toml(cli.directory / "variable.toml", 0.2)
+    assert start(DFLASHCTL_CONFIG=variable)["lr"] == 0.2
+    assert start("--config", "flag.toml", DFLASHCTL_CONFIG=variable)["lr"] == 0.4
+
+
+def test_the_usual_flags_of_the_storys_script_arrive(start):
+    config = start(
+        "--target-model", "/m", "--data-dir", "/d", "--output-dir", "/o", "--target-gpus", "0,1,2,3,4",
+        "--drafter-gpus", "5,6,7", "--epochs", "3", "--lr", "1e-4", "--warmup-ratio", "0.1", "--weight-decay", "0.05",
+        "--max-steps", "9", "--seed", "7", "--profile-interval", "60", "--split-fc", "on", "--set", "gamma=4",
+    )  # fmt: skip
+    expected = {
+        "target_model": "/m", "data_dir": "/d", "output_dir": "/o", "target_gpus": [0, 1, 2, 3, 4],
+        "drafter_gpus": [5, 6, 7], "epochs": 3, "lr": 1e-4, "warmup_ratio": 0.1, "weight_decay": 0.05, "max_steps": 9,
+        "seed": 7, "profile_interval": 60.0, "split_fc": "on", "gamma": 4.0, "device": "cpu",
+    }  # fmt: skip
+    assert {key: config[key] for key in expected} == expected
+
+
+def test_relative_paths_mean_the_template_tree_or_the_shell(cli, start):
+    config = start("--target-model", "here/model")
+    assert config["data_dir"] == str(start.tree / "templates" / "replies")
+    assert config["target_model"] == str(cli.directory / "here" / "model")
+
+
+def test_the_plan_and_the_flags_origin_are_shown_before_anything_is_launched(cli, start):
+    done = cli("start", "--lr", "0.25", "--name", "x")
+    lines = done.stderr.splitlines()
+    plan = next(index for index, line in enumerate(lines) if line.startswith("configuration: "))
+    begun = next(index for index, line in enumerate(lines) if line.startswith("run "))
+    assert plan < begun
+    assert any("lr=0.25*" in line for line in lines[plan:begun])
+    assert begun - plan < 24
+
+
+def test_a_configuration_that_cannot_be_is_refused_before_a_run_exists(cli, start):
+    for arguments, words in (
+        (("--target-gpus", "0,1", "--drafter-gpus", "1,2"), "disjoint"),
+        (("--epochs", "0"), "at least 1"),
+        (("--split-fc", "maybe"), "one of off, on"),
+        (("--micro-batches-per-step", "1", "--drafter-gpus", "1,2"), "2 drafters"),
+    ):
+        done = cli("start", "--json", *arguments)
+        assert (done.returncode, json.loads(done.stdout)["code"]) == (ExitCode.USAGE, 2)
+        assert words in done.stderr
+    assert list((cli.root / "runs").iterdir()) == []
+
+
+def test_the_remembered_configuration_that_vanished_is_said(cli, start):
+    file = cli.directory / "mine.toml"
+    start("--config", toml(file, 0.1))
+    file.unlink()
+    done = cli("start")
+    assert (done.returncode, "mine.toml" in done.stderr) == (ExitCode.USAGE, True)
+    assert start("--config", str(start.tree / "templates" / "demo.toml"))["lr"] == 0.5
+
+
+def test_a_resumed_start_names_the_checkpoint_in_spec_and_status(cli, standin_tree):
+    tree = standin_tree("--steps", "200", "--pause", "0.02")
+    where = ("--host", "local", "--root", str(cli.root), "--python", sys.executable)
+    assert cli("deploy", *where, "--source", str(tree)).returncode == 0
+    first = json.loads(cli("start", "--json").stdout)
+    assert cli("stop").returncode == 0
+    checkpoint = json.loads(cli("status", "--json").stdout)["last_checkpoint"]
+    assert checkpoint
+    resumed = cli("start", "--resume")
+    assert "resumed from last" in resumed.stderr
+    status = json.loads(cli("status", "--json").stdout)
+    assert status["run_id"] != first["run_id"]
+    assert status["resumed_from"] == checkpoint
+    assert cli("stop", "--now").returncode == 0
+    unknown = cli("start", "--resume", f"{first['run_id']}@9999")
+    assert (unknown.returncode, "no checkpoint of step 9999" in unknown.stderr) == (ExitCode.PREFLIGHT, True)
+    fresh = cli("start")
+    assert ", fresh" in fresh.stderr
+    assert json.loads(cli("status", "--json").stdout)["resumed_from"] == ""

@@ -124,3 +124,40 @@ def test_a_resumed_start_names_the_checkpoint_in_spec_and_status(cli, standin_tr
     fresh = cli("start")
     assert ", fresh" in fresh.stderr
     assert json.loads(cli("status", "--json").stdout)["resumed_from"] == ""
+
+
+def test_the_user_file_lies_in_home_and_the_project_file_beats_it(cli, make_tree):
+    cli.home.mkdir()
+    (cli.home / "config.toml").write_text(f'source = "{make_tree()}"\nlimit = 11\ngrace = 22\n')
+    (cli.directory / "dflashctl.toml").write_text("grace = 33\n")
+    settings = json.loads(cli("config", "show", "--json").stdout)["settings"]
+    assert settings["limit"] == {"value": "11", "origin": str(cli.home / "config.toml")}
+    assert settings["grace"] == {"value": "33", "origin": str(cli.directory / "dflashctl.toml")}
+
+
+@pytest.mark.parametrize("place", ["home", "directory"])
+def test_a_typing_error_in_a_settings_file_stops_every_verb(cli, place):
+    cli.home.mkdir()
+    file = cli.home / "config.toml" if place == "home" else cli.directory / "dflashctl.toml"
+    file.write_text('hots = "h"\n')
+    for verb in ("status", "deploy", "start", "stop", "logs", "runs", "releases", "rollback"):
+        done = cli(verb)
+        assert done.returncode == ExitCode.USAGE
+        assert "unknown key 'hots'" in done.stderr
+        assert f"cause: {file} sets it" in done.stderr
+        assert "did you mean 'host'?" in done.stderr
+
+
+def test_a_broken_memory_of_destinations_is_an_error_with_a_way_out(cli):
+    cli.home.mkdir()
+    (cli.home / "destinations.json").write_text('{"known": [')
+    done = cli("status")
+    assert (done.returncode, "deploy again" in done.stderr) == (ExitCode.FAILED, True)
+
+
+def test_the_destination_is_remembered_with_what_was_deployed(cli, start):
+    known = json.loads((cli.home / "destinations.json").read_text())
+    (entry,) = known["known"]
+    assert known["current"] == "local"
+    assert (entry["root"], entry["python"], entry["source"]) == (str(cli.root), sys.executable, str(start.tree))
+    assert (cli.root / "releases" / entry["release"] / "MANIFEST").is_file()

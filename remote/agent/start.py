@@ -116,12 +116,12 @@ def _launch(root: RootLayout, plan: StartPlan) -> None:
         run.create()
         # The lock before the records: whoever finds the directory finds a run that is starting.
         sup_lock = acquire(run.sup_lock, LockKind.EXCLUSIVE)
-        try:
+        with contextlib.ExitStack() as unless_launched:
+            unless_launched.callback(os.close, sup_lock)
             write_json(run.config, spec.config)
             write_json(run.spec, spec)
-            launch_supervisor(run, plan.release, sup_lock)
-        finally:
-            os.close(sup_lock)
+            unless_launched.pop_all()
+        launch_supervisor(run, plan.release, sup_lock)
     except OSError as error:
         # Nothing was launched, so nothing of it may stay: a retry starts from nothing.
         shutil.rmtree(run.path, ignore_errors=True)

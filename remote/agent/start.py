@@ -99,7 +99,9 @@ def _start_lock(root: RootLayout, spec: RunSpec) -> Generator[None]:
         ) from None
     try:
         since = time.strftime("%H:%M:%S UTC", time.gmtime())
-        name_holder(descriptor, f"start of run {spec.run_id} by {spec.by or 'unknown'}, pid {os.getpid()}, {since}")
+        # The name is for a message: a disk too full for it must not be what a start fails of.
+        with contextlib.suppress(OSError):
+            name_holder(descriptor, f"start of run {spec.run_id} by {spec.by or 'unknown'}, pid {os.getpid()}, {since}")
         yield
     finally:
         os.close(descriptor)

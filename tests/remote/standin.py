@@ -6,6 +6,7 @@ The leader forks ranks into sessions of their own, as torch's launcher does; ran
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import signal
@@ -31,6 +32,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100000)
     parser.add_argument("--pause", type=float, default=0.05, help="seconds of a step")
+    parser.add_argument("--hang-after", type=int, default=0, help="stand still after this step")
     parser.add_argument("--load", type=float, default=0.0, help="seconds before the first step")
     parser.add_argument("--save", type=float, default=0.0, help="seconds that the checkpoint of a stop takes")
     parser.add_argument("--silent", action="store_true", help="never a word")
@@ -46,9 +48,11 @@ def options() -> argparse.Namespace:
 
 
 def emit(event: ev.Event) -> None:
-    with RUN.events.open("a", encoding="ascii") as file:
-        file.write(ev.encode(event) + "\n")
-    print(ev.render_line(event), flush=True)
+    # As the real one: a full disk costs the events, not the run.
+    with contextlib.suppress(OSError):
+        with RUN.events.open("a", encoding="ascii") as file:
+            file.write(ev.encode(event) + "\n")
+        print(ev.render_line(event), flush=True)
 
 
 def die_with_parent(leader: int) -> None:
@@ -105,6 +109,8 @@ def train(opts: argparse.Namespace) -> None:
             return finish("stopped", step, save(step, opts.save))
         time.sleep(opts.pause)
         step += 1
+        if opts.hang_after and step > opts.hang_after:
+            time.sleep(600)
         emit(step_event(step, opts.steps))
         if step == 2 and opts.alarm:
             emit(ev.AlarmRaised(time=time.time(), alarm="loss_not_positive", message="loss 0.0 on drafter 0", step=2))

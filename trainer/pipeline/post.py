@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.config import TrainConfig
-from trainer.data.schedule import Schedule
+from trainer.data.schedule import Packing, Schedule
 from trainer.pipeline import channel
 from trainer.pipeline.channel import PairChannel
 from trainer.pipeline.copier import Copier, make_copier
@@ -55,6 +55,7 @@ class Post:
     clock: StageClock
     timer: ProfileTimer
     copier: Copier
+    packing: Packing
     schedule: Schedule
     token_ids_seen: NDArray[np.int64]
     joint: Joint | None
@@ -120,6 +121,7 @@ def take_post(plan: RunPlan, world: World, telemetry: Telemetry, phases: PhaseLo
         clock=clock,
         timer=timer,
         copier=make_copier(device),
+        packing=packing,
         schedule=make_schedule(config, packing, world.machines),
         token_ids_seen=token_ids_seen,
         joint=None if layout.shared else _join_peers(plan, layout, role, layout.index(world.local_rank), device),

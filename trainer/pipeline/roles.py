@@ -12,6 +12,7 @@ from remote.protocol import events as ev
 from remote.protocol.errors import preflight_error
 from trainer import checkpoint
 from trainer.data.documents import open_dataset
+from trainer.data.rows import padding_share
 from trainer.data.schedule import MicroBatch
 from trainer.drafter.fresh import fresh_drafter
 from trainer.drafter.model import Drafter
@@ -167,11 +168,14 @@ def make_session(
     plan, rank = post.plan, post.world.rank
     reporter = Reporter(post.telemetry, rank=rank, total_steps=plan.total_steps, first_step=plan.first_step)
     desk = None
+    padding = 0.0
     if isinstance(post.telemetry, EventWriter):
         capacity = plan.slot_bytes * plan.slots_per_pair * len(post.layout.pairs)
         profiler = PipelineProfiler(post.telemetry, rank=rank, ring_capacity=capacity)
         post.telemetry.observe(profiler.observe)
         desk = Desk(post.telemetry, reporter, profiler)
+        # Of the first epoch: the others' rows hold the same documents in another order.
+        padding = padding_share(post.packing.rows(0), post.packing.lengths)
         _announce(post)
     return DrafterSession(
         plan=plan,
@@ -188,6 +192,7 @@ def make_session(
         clock=post.clock,
         timer=post.timer,
         desk=desk,
+        padding=padding,
     )
 
 

@@ -71,7 +71,7 @@ class DrafterSession:
     clock: StageClock
     timer: ProfileTimer
     desk: Desk | None
-    padding: float = 0.0
+    padding: float
 
     def __post_init__(self) -> None:
         self.step = self.plan.first_step - 1

@@ -96,3 +96,5 @@ def test_what_the_run_says_of_itself(trained: Trained) -> None:
     assert roles == {(0, "target"), (1, "target"), (2, "drafter"), (3, "drafter")}
     profiles = {profile.rank for profile in run.events(ev.StageProfile)}
     assert profiles == {0, 1, 2, 3}
+    (padding,) = {profile.padding for profile in run.events(ev.PipelineProfile)}
+    assert 0 < padding < 0.5

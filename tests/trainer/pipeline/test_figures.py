@@ -1,0 +1,242 @@
+"""The figures of a step on their way to the host, and the alarms that they call for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remote.protocol import events as ev
+from trainer.drafter.objective import ObjectiveSums
+from trainer.optimizer import StepOutcome
+from trainer.pipeline.copier import HostCopier, Mark
+from trainer.pipeline.figures import DeferredFigures, StepFigures, StepSums
+from trainer.pipeline.reporting import (
+    PipelineProfiler,
+    ProfileTimer,
+    Reporter,
+    StepTraffic,
+    step_alarms,
+    summarise,
+)
+from trainer.telemetry import StageClock
+
+CPU = torch.device("cpu")
+BLOCK = 4
+GOOD = StepFigures(
+    step=7,
+    loss=3.0,
+    accuracy=0.25,
+    accept_len=1.5,
+    grad_norm=0.5,
+    weight_sum=10.0,
+    skipped=False,
+    stop=False,
+    torn=False,
+)
+
+
+def sums(loss: float = 6.0, weight: float = 4.0, *, stop: bool = False) -> StepSums:
+    result = StepSums(BLOCK, CPU, stop_wanted=stop)
+    metrics = torch.tensor([1.0, 8.0, 3.0, 2.0] + [0.0] * (2 * BLOCK), dtype=torch.float64)
+    result.add(ObjectiveSums(torch.tensor(loss, requires_grad=True), torch.tensor(weight), metrics))
+    return result
+
+
+def outcome(norm: float = 0.5, skipped: float = 0.0) -> StepOutcome:
+    return StepOutcome(torch.tensor(norm), torch.tensor(skipped))
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.events: list[ev.Event] = []
+
+    def emit(self, event: ev.Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        return
+
+
+# ---- sums and figures
+
+
+def test_micro_batches_add_up() -> None:
+    both = sums(6.0, 4.0)
+    metrics = torch.tensor([3.0, 8.0, 5.0, 2.0] + [0.0] * (2 * BLOCK), dtype=torch.float64)
+    both.add(ObjectiveSums(torch.tensor(2.0), torch.tensor(4.0), metrics))
+    (figures,) = DeferredFigures(HostCopier(), CPU).push(3, both, outcome())
+    assert (figures.step, figures.loss, figures.weight_sum) == (3, 1.0, 8.0)
+    assert (figures.accuracy, figures.accept_len, figures.grad_norm) == (0.25, 2.0, 0.5)
+    assert (figures.torn, figures.skipped, figures.stop) == (False, False, False)
+
+
+def test_the_stop_flag_survives_the_sum_over_drafters() -> None:
+    values = sums(stop=True)
+    values.values += sums(stop=False).values  # What the all-reduce does.
+    (figures,) = DeferredFigures(HostCopier(), CPU).push(3, values, outcome())
+    assert figures.stop
+
+
+def test_a_step_without_supervision_has_no_loss_but_is_no_divergence() -> None:
+    empty = StepSums(BLOCK, CPU, stop_wanted=False)
+    (figures,) = DeferredFigures(HostCopier(), CPU).push(3, empty, outcome(math.nan, 1.0))
+    assert math.isnan(figures.loss)
+    assert figures.skipped
+    assert not figures.non_finite
+    assert [kind for kind, _ in step_alarms(figures)] == ["no_supervision"]
+
+
+def test_on_a_cpu_figures_come_at_once() -> None:
+    deferred = DeferredFigures(HostCopier(), CPU)
+    assert [figures.step for figures in deferred.push(1, sums(), outcome())] == [1]
+    assert deferred.flush() == []
+
+
+def test_with_a_lag_every_step_comes_once_and_one_later() -> None:
+    deferred = DeferredFigures(HostCopier(), CPU)
+    deferred._lag = 1
+    seen = [[figures.step for figures in deferred.push(step, sums(), outcome())] for step in range(1, 5)]
+    assert seen == [[], [1], [2], [3]]
+    assert [figures.step for figures in deferred.flush()] == [4]
+
+
+class TornCopier(HostCopier):
+    """A copier that reports a copy done before all of it is there."""
+
+    def __init__(self, keep: slice) -> None:
+        self._keep = keep
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Mark) -> Mark:
+        half = torch.zeros_like(source)
+        half[self._keep] = source[self._keep]
+        return super().copy(destination, half, after=after)
+
+
+@pytest.mark.parametrize("keep", [slice(0, 5), slice(0, -1), slice(0, -2), slice(0, 0)])
+def test_a_torn_copy_is_known(keep: slice) -> None:
+    (figures,) = DeferredFigures(TornCopier(keep), CPU).push(3, sums(), outcome())
+    assert figures.torn
+    assert "torn_metric" in [kind for kind, _ in step_alarms(figures)]
+
+
+@given(st.integers(1, 10**9), st.integers(1, 10**9))
+def test_the_figures_of_another_step_are_known(step: int, other: int) -> None:
+    (figures,) = DeferredFigures(HostCopier(), CPU).push(other, sums(), outcome())
+    assert not figures.torn
+    values = [0.0] * (3 + 4 + 2 * BLOCK) + [0.5, 0.0, float(other), 1234.5678]
+    assert StepFigures.of(step, values).torn == (step != other)
+
+
+# ---- alarms
+
+
+@pytest.mark.parametrize(
+    ("changes", "alarms"),
+    [
+        ({}, []),
+        ({"loss": 0.0}, ["loss_not_positive"]),
+        ({"loss": -0.5}, ["loss_not_positive"]),
+        ({"accuracy": 1.0}, ["accuracy_one"]),
+        ({"accuracy": 0.999}, []),
+        ({"torn": True}, ["torn_metric"]),
+        ({"loss": math.nan, "skipped": True}, ["non_finite"]),
+        ({"grad_norm": math.inf, "skipped": True}, ["non_finite"]),
+        ({"weight_sum": 0.0, "loss": math.nan, "skipped": True}, ["no_supervision"]),
+        # The story's signature of a corrupted copy: 1.0000/-0.0000.
+        ({"accuracy": 1.0, "loss": -0.0}, ["loss_not_positive", "accuracy_one"]),
+    ],
+)
+def test_alarms(changes: dict[str, Any], alarms: list[str]) -> None:
+    assert [kind for kind, _ in step_alarms(replace(GOOD, **changes))] == alarms
+
+
+def test_a_step_is_reported_with_its_alarms() -> None:
+    sink = Sink()
+    reporter = Reporter(sink, rank=5, total_steps=10, first_step=5)
+    reporter.begin()
+    reporter.step(replace(GOOD, accuracy=1.0), StepTraffic(epoch=1, tokens=300, lr=1e-3))
+    step, alarm = sink.events
+    assert isinstance(step, ev.Step)
+    assert isinstance(alarm, ev.AlarmRaised)
+    assert (step.rank, step.step, step.total_steps, step.epoch, step.tokens, step.applied) == (5, 7, 10, 1, 300, True)
+    assert step.tokens_per_second > 0
+    assert step.eta_seconds >= 0
+    assert (alarm.rank, alarm.step, alarm.alarm) == (5, 7, "accuracy_one")
+
+
+# ---- who waits
+
+
+def profile(rank: int, role: str, interval: float = 10.0, tokens: int = 1000, **stages: float) -> ev.StageProfile:
+    return ev.StageProfile(
+        time=0.0, rank=rank, role=role, device="cpu", interval=interval, tokens=tokens, stages=stages, ring_bytes=100
+    )
+
+
+def joined(*profiles: ev.StageProfile) -> ev.PipelineProfile:
+    result = summarise(list(profiles), rank=1, ring_capacity=1000, padding=0.1)
+    assert result is not None
+    return result
+
+
+def test_drafters_that_wait_for_states_are_limited_by_targets() -> None:
+    result = joined(profile(0, "target", wait_buffer=0.0), profile(1, "drafter", wait_states=6.0, all_reduce=1.0))
+    assert result.limits == "targets"
+    assert (result.target_wait, result.drafter_wait) == (0.0, 0.7)
+    assert result.drafter_tokens_per_second == pytest.approx(1000 / 3)
+    assert result.target_tokens_per_second == result.tokens_per_second == 100.0
+    assert (result.ring_bytes, result.ring_capacity, result.padding) == (200, 1000, 0.1)
+
+
+def test_targets_that_wait_for_buffers_are_limited_by_drafters() -> None:
+    result = joined(
+        profile(0, "target", wait_buffer=8.0),
+        profile(1, "target", wait_buffer=4.0),
+        profile(2, "drafter", wait_states=0.5),
+    )
+    assert result.limits == "drafters"
+    assert result.target_wait == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.1])
+def test_a_balanced_pipeline_is_limited_by_neither(wait: float) -> None:
+    assert joined(profile(0, "target", wait_buffer=wait), profile(1, "drafter", wait_states=wait)).limits == "neither"
+
+
+def test_shared_roles_wait_for_nobody() -> None:
+    result = joined(profile(0, "shared", forward=5.0), profile(1, "shared", forward=5.0))
+    assert result.limits == "neither"
+    assert result.tokens_per_second == 200.0
+
+
+def test_without_a_drafters_profile_there_is_none() -> None:
+    assert summarise([profile(0, "target")], rank=1, ring_capacity=0, padding=0.0) is None
+    assert summarise([], rank=1, ring_capacity=0, padding=0.0) is None
+
+
+def test_the_profiler_joins_the_newest_of_each_rank() -> None:
+    sink = Sink()
+    profiler = PipelineProfiler(sink, rank=1, ring_capacity=0)
+    profiler.emit(padding=0.0)
+    assert sink.events == []
+    profiler.observe(profile(1, "drafter", tokens=10))
+    profiler.observe(profile(1, "drafter", tokens=500))
+    profiler.observe(ev.Message(time=0.0, level="info", text="not a profile"))
+    profiler.emit(padding=0.0)
+    (event,) = sink.events
+    assert isinstance(event, ev.PipelineProfile)
+    assert event.tokens_per_second == 50.0
+
+
+@pytest.mark.parametrize(("interval", "ticks"), [(0.0, 0), (1e-9, 3)])
+def test_an_interval_of_zero_turns_profiles_off(interval: float, ticks: int) -> None:
+    sink = Sink()
+    timer = ProfileTimer(StageClock(), sink, interval=interval, role="target", device="cpu", rank=0)
+    assert sum(timer.tick() for _ in range(3)) == ticks
+    assert len(sink.events) == ticks

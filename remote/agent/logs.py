@@ -26,7 +26,7 @@ def logs(request: Request, answer: Answer) -> None:
 
     Request: run, file (train, events, supervisor), tail (lines) or offset with device and inode of an earlier answer,
     follow. Data frames are raw bytes and may end inside a line; each change of position is announced by an event
-    {"file", "device", "inode", "offset", "notice"} before the bytes that follow it.
+    {"run", "file", "device", "inode", "offset", "notice"} before the bytes that follow it.
     """
     run = choose_run(RootLayout(request.root), request.text("run", ""))
     if run is None:
@@ -179,4 +179,6 @@ class Follower:
         return True
 
     def _announce(self, notice: str) -> None:
-        self._answer.note({"file": self._name, **self.position, "notice": notice})
+        # With the run: a client that comes back must find the same one, not a newer.
+        run_id = self._path.parent.name
+        self._answer.note({"run": run_id, "file": self._name, **self.position, "notice": notice})

@@ -194,6 +194,7 @@ class TestVerb:
         assert far.run.train_log.read_bytes().endswith(reply.data)
         assert b"run_finished" in reply.data
         assert reply.events[0]["inode"] == far.run.train_log.stat().st_ino
+        assert reply.events[0]["run"] == reply.result["run"] == far.run.run_id
 
     def test_the_other_files_and_a_fixed_end(self, far):
         far.running("--pause", "0.01")

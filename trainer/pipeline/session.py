@@ -31,6 +31,7 @@ from trainer.pipeline.handover import Receiver
 from trainer.pipeline.packed import PackedRow, RowTokens
 from trainer.pipeline.plan import RunPlan
 from trainer.pipeline.reporting import PipelineProfiler, ProfileTimer, Reporter, StepTraffic
+from trainer.pipeline.target_side import SharedReceiver
 from trainer.pipeline.world import World
 from trainer.telemetry import StageClock, Telemetry
 
@@ -124,7 +125,9 @@ class DrafterSession:
         return [each for each in everybody if (each.machine, each.drafter) == mine]
 
     def receive(self, micro_batch: MicroBatch) -> PackedRow:
-        """Wait for the states of a micro-batch."""
+        """Take the states of a micro-batch: wait for them, or with shared roles make them."""
+        if isinstance(self.receiver, SharedReceiver):
+            return self.receiver.receive(micro_batch.b)
         with self.clock.stage("wait_states"):
             return self.receiver.receive(micro_batch.b)
 

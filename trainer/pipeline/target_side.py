@@ -35,7 +35,7 @@ class Producer:
 
     def states(self, read: ReadRow, buffer: PackBuffer) -> torch.Tensor:
         """Run the target and pack what it captured into `buffer`, on the same stream (rule 1)."""
-        with self._clock.stage("forward"):
+        with self._clock.stage("target_forward"):
             captured = self._target.capture(read.padded.to(self._device), read.lengths)
         with self._clock.stage("pack"):
             # The captured outputs die with this frame, before the next forward (rule 11).

@@ -39,8 +39,11 @@ def stop(request: Request, answer: Answer) -> None:
         raise no_such_run(f"there is no run in {request.root}")
     began = time.monotonic()
     if not lives(run):
+        # Supervisor and leader killed together leave no lock, but may leave a grandchild with the GPU's memory.
+        left = kill_all(run)
+        swept = f"; killed what it had left: pid {', '.join(map(str, left))}" if left else ""
         status = status_of(run)
-        answer.result({"status": plain(status), "message": f"run {run.run_id} was not running: {status.state}"})
+        answer.result({"status": plain(status), "message": f"run {run.run_id} was not running: {status.state}{swept}"})
         return
     spec, _ = readable(RunSpec, run, "spec.json")
     # The far end's own default is in the spec: whoever started the run knew how long its checkpoints take.

@@ -268,6 +268,17 @@ class TestKilledParts:
         assert far.call("stop").result["status"]["state"] == "lost"
         assert far.start("--finish-early").result
 
+    def test_stop_ends_what_a_lost_run_has_left(self, far, wait_for):
+        far.running("--grandchild")
+        leader = read_pidfile(far.run.trainer_pid)
+        far.kill_supervisor()
+        leader.send(signal.SIGKILL)
+        wait_for(lambda: not is_held(far.run.run_lock))
+        (stray,) = carriers(far.run.run_id)
+        message = far.ok("stop")["message"]
+        assert f"killed what it had left: pid {stray.pid}" in message
+        wait_for(lambda: not stray.is_alive())
+
     def test_a_deleted_run_directory_ends_the_run(self, far, wait_for):
         # Silent, so that it does not end by itself when it can write no more.
         assert far.start("--pause", "60", limit=0.3).error["code"] == 6

@@ -19,6 +19,7 @@ from trainer.pipeline.slots import ITEM_BYTES, slot_bytes
 from trainer.target.facts import TargetFacts, target_facts
 
 SHARED_MEMORY = Path("/dev/shm")
+CGROUP = Path("/sys/fs/cgroup")
 _MIB = 1 << 20
 
 
@@ -104,6 +105,15 @@ def _need_space(path: Path, need: int, what: str, hint: str) -> None:
         )
 
 
+def memory_limit() -> int | None:
+    """Return this container's memory limit in bytes (cgroup v2 memory.max), None where there is none."""
+    try:
+        text = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
 def parameter_count(drafter: DrafterConfig) -> int:
     """Return the number of the drafter's parameters; Qwen3.6-27B's has 1,730,213,120."""
     hidden, head_dim = drafter.hidden_size, drafter.head_dim
@@ -116,7 +126,15 @@ def check_space(config: TrainConfig, drafter: DrafterConfig, output_dir: Path) -
     """Raise a preflight error when the ring or the checkpoints do not fit."""
     size, slots = ring_size(config, drafter)
     pairs = len(Layout.of(config).pairs)
-    _need_space(SHARED_MEMORY, size * slots * pairs, "the ring", "lower ring_mib, or free shared memory")
+    ring = size * slots * pairs
+    _need_space(SHARED_MEMORY, ring, "the ring", "lower ring_mib, or free shared memory")
+    # Pages of /dev/shm count as the container's memory: a ring beyond its limit ends in the OOM killer, not in ENOSPC.
+    if (limit := memory_limit()) is not None and ring > limit:
+        raise preflight_error(
+            "no space left for the ring",
+            cause=f"the container's memory limit is {limit / _MIB:.0f} MiB, {ring / _MIB:.0f} MiB are needed",
+            hint="lower ring_mib, or give the container more memory",
+        )
     # Master weights and two moments; one more than is kept exists while the newest is written.
     masters = parameter_count(drafter) * max(4, ITEM_BYTES[config.dtype])
     need = 3 * masters * (min(config.keep_checkpoints, 2) + 1)

@@ -30,6 +30,9 @@ RUN_DIR_VARIABLE = "DFLASH_RUN_DIR"
 
 _LEADER = -1
 
+# An AF_UNIX path has at most 107 bytes; "/dflash-xxxxxxxx/pair-99-99.sock" takes 33 of them.
+_LONGEST_PLACE = 70
+
 
 def run_layout(config: TrainConfig) -> RunLayout:
     """Return where this run keeps its files. Raises a usage error when neither supervisor nor output_dir says."""
@@ -106,7 +109,9 @@ def resume_point(config: TrainConfig, found: Prepared) -> tuple[str, int]:
 
 def reserve(config: TrainConfig, run: RunLayout, slots_size: int) -> tuple[Path, str]:
     """Make the sockets' directory and the ring's file, named alike; both or, when there is no room, neither."""
-    sockets = Path(tempfile.mkdtemp(prefix="dflash-"))
+    # A user's TMPDIR may be too deep for a socket: names in it would be refused as "AF_UNIX path too long".
+    place = tempfile.gettempdir()
+    sockets = Path(tempfile.mkdtemp(prefix="dflash-", dir=place if len(place) <= _LONGEST_PLACE else "/tmp"))
     try:
         # Named before the ring exists, so that a killed leader leaves no ring that nobody can find.
         write_durably(run.sockets, f"{sockets}\n".encode())

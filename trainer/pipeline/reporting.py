@@ -172,8 +172,10 @@ class ProfileTimer:
 
     def tick(self) -> bool:
         """Emit the profile when it is due; True if it was."""
-        if time.monotonic() < self._next:
+        now = time.monotonic()
+        if now < self._next:
             return False
-        self._next += self._interval
+        # From now on, not from when it was due: after a long step the missed intervals would come in one burst.
+        self._next = now + self._interval
         self._telemetry.emit(self._clock.read(role=self._role, device=self._device, rank=self._rank))
         return True

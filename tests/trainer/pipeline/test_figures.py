@@ -240,3 +240,14 @@ def test_an_interval_of_zero_turns_profiles_off(interval: float, ticks: int) -> 
     timer = ProfileTimer(StageClock(), sink, interval=interval, role="target", device="cpu", rank=0)
     assert sum(timer.tick() for _ in range(3)) == ticks
     assert len(sink.events) == ticks
+
+
+def test_a_long_step_gives_one_profile_not_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    timer = ProfileTimer(StageClock(), Sink(), interval=10.0, role="target", device="cpu", rank=0)
+    seen = []
+    for moment in (105.0, 110.0, 111.0, 175.0, 176.0, 177.0, 185.0):
+        now[0] = moment
+        seen.append(timer.tick())
+    assert seen == [False, True, False, True, False, False, True]

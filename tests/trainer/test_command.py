@@ -1,0 +1,280 @@
+"""`python -m trainer train | preflight` up to the launch: where keys come from, how failures look, what the leader leaves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remote.protocol.errors import DflashError, ExitCode
+from remote.protocol.layout import RunLayout, is_run_id
+from remote.protocol.locks import is_held
+from trainer import __main__ as entry
+from trainer.config import TrainConfig
+from trainer.pipeline import command, leader
+from trainer.pipeline.layout import Layout
+from trainer.pipeline.plan import PLAN_VARIABLE, RunPlan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def parse(*arguments: str) -> TrainConfig:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.read_config(parser.parse_args(arguments))
+
+
+@pytest.fixture(autouse=True)
+def no_inherited_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DFLASH_PROFILE_INTERVAL", "DFLASH_SPLIT_FC_LAYERS", "DFLASH_RUN_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# ---- where keys come from
+
+
+def test_a_flag_beats_set_beats_environment_beats_json_beats_toml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml, from_json = tmp_path / "c.toml", tmp_path / "c.json"
+    toml.write_text("profile_interval = 1\nlr = 1e-1\nseed = 1\nepochs = 1\n")
+    from_json.write_text('{"profile_interval": 2, "lr": 0.02, "seed": 2}')
+    sources = ["--config", str(toml), "--config-json", str(from_json)]
+    assert parse(*sources[:2]).profile_interval == 1
+    assert parse(*sources).profile_interval == 2
+    monkeypatch.setenv("DFLASH_PROFILE_INTERVAL", "3")
+    assert parse(*sources).profile_interval == 3
+    sources += ["--set", "profile-interval=4"]
+    assert parse(*sources).profile_interval == 4
+    sources += ["--profile-interval", "5"]
+    config = parse(*sources)
+    assert (config.profile_interval, config.lr, config.seed, config.epochs) == (5, 0.02, 2, 1)
+
+
+@pytest.mark.parametrize(("text", "value"), [("0", "off"), ("1", "on"), ("on", "on"), ("off", "off"), ("", "off")])
+def test_the_storys_variables_are_read(monkeypatch: pytest.MonkeyPatch, text: str, value: str) -> None:
+    monkeypatch.setenv("DFLASH_SPLIT_FC_LAYERS", text)
+    assert parse().split_fc == value
+    assert parse("--split-fc", "on").split_fc == "on"
+
+
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_PROFILE_INTERVAL", "often")
+    with pytest.raises(DflashError) as caught:
+        parse()
+    assert "DFLASH_PROFILE_INTERVAL" in caught.value.cause
+
+
+def test_the_storys_command_line_is_understood() -> None:
+    config = parse(
+        "--target-model", "/m", "--data-dir", "/d", "--output-dir", "/o", "--target-gpus", "0,1,2,3,4",
+        "--drafter-gpus", "5,6,7", "--epochs", "6", "--lr", "6e-4", "--warmup-ratio", "0.04", "--weight-decay", "0.01",
+        "--grad-accum", "4",
+    )  # fmt: skip
+    assert config.target_gpus == (0, 1, 2, 3, 4)
+    assert config.micro_batches_per_step == 12  # accumulation 4 on 3 drafters
+
+
+def test_accumulation_counts_the_drafters_of_any_source(tmp_path: Path) -> None:
+    assert parse("--grad-accum", "2").micro_batches_per_step == 2
+    assert parse("--grad-accum", "2", "--set", "drafter_gpus=1,2").micro_batches_per_step == 4
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", "", None])
+def test_a_json_file_that_is_none_is_refused(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "c.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(DflashError) as caught:
+        parse("--config-json", str(path))
+    assert caught.value.code == ExitCode.USAGE
+    assert str(path) in caught.value.error
+
+
+# ---- exit codes and messages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["train", "--set", "epocs=3"], 2, "did you mean 'epochs'?"),
+        (["train", "--target-gpus", "0,1", "--drafter-gpus", "1"], 2, "[1]"),
+        (["train", "--lr", "-1"], 2, "must be at least 0"),
+        (["preflight"], 2, "--target-model"),
+        (["preflight", "--target-model", "/nowhere", "--data-dir", "/nowhere"], 7, "/nowhere"),
+    ],
+)
+def test_failures_are_said_with_cause_and_hint(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str
+) -> None:
+    assert entry.main(arguments) == code
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert "\n  hint: " in err
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_a_failure_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["preflight", "--json", "--lr", "-1"]) == 2
+    data = json.loads(capsys.readouterr().out)
+    assert (data["code"], data["error"]) == (2, "lr = -1.0 is not possible")
+
+
+def test_a_bug_is_a_traceback_and_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(config: TrainConfig) -> None:
+        raise ZeroDivisionError("bucket_ids")
+
+    monkeypatch.setattr(command, "lead", broken)
+    assert entry.main(["train"]) == 1
+    assert "ZeroDivisionError: bucket_ids" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0), (["-h"], 0), (["fly"], 2)])
+def test_verbs_are_listed(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int) -> None:
+    assert entry.main(arguments) == code
+    err = capsys.readouterr().err
+    assert all(verb in err for verb in ("train", "prepare", "generate", "evaluate", "export", "selfcheck"))
+
+
+def test_the_preflight_says_what_a_run_would_be(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(values))
+    assert entry.main(["preflight", "--config-json", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["documents"] == 20
+    assert found["first_step"] == 1
+    assert found["topology"] == "1 target / 1 drafter on cpu"
+    assert found["target_layer_ids"] == [1, 3]
+    assert entry.main(["preflight", "--config-json", str(path)]) == 0
+    assert "1 target / 1 drafter on cpu" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# ---- the leader
+
+
+@pytest.fixture(scope="module")
+def values(make_target: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    data = tmp_path_factory.mktemp("data") / "data.jsonl"
+    data.write_text("".join(json.dumps({"input_ids": list(range(4, 30)), "prompt_len": 3}) + "\n" for _ in range(20)))
+    return {
+        "target_model": str(make_target()), "data_dir": str(data), "mask_token_id": 3, "block_size": 4, "drafter_layers": 2,
+        "target_layer_ids": [1, 3], "max_length": 64, "token_budget": 128, "bucket_tokens": 16, "num_anchors": 8,
+        "row_anchors": 24, "micro_batches_per_step": 3, "device": "cpu", "ring_mib": 8,
+    }  # fmt: skip
+
+
+def test_a_plan_names_what_was_reserved_and_forgets_it(values: dict[str, Any], tmp_path: Path) -> None:
+    run = RunLayout(tmp_path / "run")
+    run.create()
+    plan = leader.prepare(TrainConfig.from_mapping(values), run)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert RunPlan.load(path) == plan
+    ring = Path(plan.ring_file)
+    assert ring.stat().st_size == plan.slot_bytes * plan.slots_per_pair
+    assert Path(plan.sockets).stat().st_mode & 0o777 == 0o700
+    assert run.sockets.read_text() == f"{plan.sockets}\n"
+    assert len(str(plan.pair_address(99, 99))) < 100  # An AF_UNIX path has 107 bytes.
+    plan.forget_names()
+    assert not ring.exists()
+    assert not Path(plan.sockets).exists()
+    plan.forget_names()  # A second time is no error.
+
+
+def test_a_long_temporary_directory_gives_short_socket_paths(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 60) / ("y" * 60)
+    long.mkdir(parents=True)
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    run = RunLayout(tmp_path / "run")
+    run.create()
+    plan = leader.prepare(TrainConfig.from_mapping(values), run)
+    plan.forget_names()
+    assert len(str(plan.pair_address(99, 99))) < 100
+
+
+def test_a_launcher_that_cannot_be_executed_leaves_nothing_reserved(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    with pytest.raises(DflashError, match="cannot execute"):
+        leader.lead(TrainConfig.from_mapping(values))
+    plan = RunPlan.load(tmp_path / "run" / "plan.json")
+    assert not Path(plan.ring_file).exists()
+    assert not Path(plan.sockets).exists()
+    assert (tmp_path / "run" / "errors" / "rank--1.json").exists()
+
+
+def test_a_run_directory_is_made_where_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for config, parent in ((TrainConfig(output_dir="out"), tmp_path / "out"), (TrainConfig(), tmp_path / "runs")):
+        run = leader.run_layout(config)
+        assert is_run_id(run.run_id)
+        assert run.path.parent == parent
+
+
+def test_checkpoints_go_to_a_directory_of_the_run(values: dict[str, Any], tmp_path: Path) -> None:
+    run = RunLayout(tmp_path / "20261130-120000-abcdef")
+    run.create()
+    for changes, place in (({}, run.checkpoints), ({"output_dir": str(tmp_path / "o")}, tmp_path / "o" / run.run_id)):
+        plan = leader.prepare(TrainConfig.from_mapping(values | changes), run)
+        plan.forget_names()
+        assert Path(plan.output_dir) == place
+
+
+EXECED = """
+import json, os, sys
+from pathlib import Path
+from trainer.config import TrainConfig
+from trainer.pipeline import leader
+leader.launcher_argv = lambda layout: [sys.executable, "-c", sys.argv[2], sys.argv[1]]
+leader.lead(TrainConfig.from_mapping(json.loads(Path(sys.argv[1]).read_text())))
+"""
+REPORT = """
+import json, os, sys
+print(json.dumps({"pid": os.getpid(), "env": dict(os.environ), "fds": os.listdir("/proc/self/fd")}), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_leader_keeps_its_pid_and_its_lock_over_the_exec(values: dict[str, Any], tmp_path: Path) -> None:
+    config = tmp_path / "c.json"
+    config.write_text(json.dumps(values | {"threads": 3}))
+    run = RunLayout(tmp_path / "run")
+    process = subprocess.Popen(
+        [sys.executable, "-c", EXECED, str(config), REPORT],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "DFLASH_RUN_DIR": str(run.path)},
+    )
+    with process:
+        assert process.stdout is not None
+        seen = json.loads(process.stdout.readline())
+        assert seen["pid"] == process.pid
+        assert is_held(run.run_lock)
+        assert seen["env"][PLAN_VARIABLE] == str(run.path / "plan.json")
+        assert seen["env"]["OMP_NUM_THREADS"] == "3"
+        plan = RunPlan.load(run.path / "plan.json")
+        assert plan.leader_pid == process.pid
+        plan.forget_names()
+    assert not is_held(run.run_lock)
+
+
+def test_one_process_per_device_and_no_restart() -> None:
+    argv = leader.launcher_argv(Layout("cpu", (0, 1), (2,)))
+    assert argv[0] == sys.executable
+    assert "--nproc-per-node=3" in argv
+    assert "--max-restarts=0" in argv
+    assert argv[-2:] == ["-m", "trainer.pipeline.rank"]

@@ -97,15 +97,14 @@ def summary(trained: Trained, reports: list[dict[str, Any]], target: Path, wall_
     """Return what build/demo/summary.json holds; scripts rely on these keys."""
     untrained, drafter = reports
     finished = trained.finished
-    identical = sum(bool(prompt["identical"]) for prompt in drafter["prompts"])
     return {
         "loss_first": finished.first_loss,
         "loss_last": finished.last_loss,
         "acceptance_untrained": untrained["acceptance"],
         "acceptance_trained": drafter["acceptance"],
-        "prompts": len(drafter["prompts"]),
-        "identical": identical == len(drafter["prompts"]),
-        "identical_count": identical,
+        "prompts": drafter["prompts"],
+        "identical": drafter["identical_count"] == drafter["prompts"],
+        "identical_count": drafter["identical_count"],
         "tokens_per_second": finished.tokens / finished.seconds,
         "train_seconds": finished.seconds,
         "wall_seconds": wall_seconds,

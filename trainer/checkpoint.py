@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from remote.protocol.errors import preflight_error
+from remote.protocol.errors import DflashError, preflight_error
 from remote.protocol.files import write_json
 from trainer import checkpoint_files
 from trainer.checkpoint_files import TrainerState
@@ -39,7 +39,7 @@ def _bytes(tensors: dict[str, torch.Tensor]) -> int:
 def save(
     output_dir: Path, state: TrainerState, drafter: Drafter, optimizer: StepOptimizer, *, dtype: str, progress: Progress
 ) -> Saved:
-    """Save a checkpoint of `state.step`. Raises OSError (no space); nothing half-written is left to be chosen later.
+    """Save a checkpoint of `state.step`. Raises DflashError (no space); nothing half-written is left to be chosen later.
 
     Parameters are saved as they are trained: float32, or float64 for such runs.
     """
@@ -48,14 +48,21 @@ def save(
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     moments = {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.state_dict().items()}
     total = _bytes(weights) + _bytes(moments)
-    with new_directory(destination) as directory:
-        progress(0, total)
-        save_file(weights, directory / checkpoint_files.DRAFTER_FILE)
-        progress(_bytes(weights), total)
-        save_file(moments, directory / checkpoint_files.OPTIMIZER_FILE)
-        write_json(directory / checkpoint_files.DRAFTER_CONFIG_FILE, drafter.config.to_zlab(dtype))
-        write_json(directory / checkpoint_files.STATE_FILE, state)
-        progress(total, total)
+    try:
+        with new_directory(destination) as directory:
+            progress(0, total)
+            save_file(weights, directory / checkpoint_files.DRAFTER_FILE)
+            progress(_bytes(weights), total)
+            save_file(moments, directory / checkpoint_files.OPTIMIZER_FILE)
+            write_json(directory / checkpoint_files.DRAFTER_CONFIG_FILE, drafter.config.to_zlab(dtype))
+            write_json(directory / checkpoint_files.STATE_FILE, state)
+            progress(total, total)
+    except (OSError, SafetensorError) as error:
+        raise DflashError(
+            f"the checkpoint of step {state.step} cannot be written",
+            cause=f"{destination}: {error}",
+            hint=f"free {total >> 20} MiB there; the checkpoint before still stands",
+        ) from error
     return Saved(destination, total, time.monotonic() - start)
 
 

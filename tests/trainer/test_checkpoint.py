@@ -185,6 +185,41 @@ def test_a_kill_at_any_point_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     assert 1 <= complete < points
 
 
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from tests_checkpoint import save, trained
+from remote.protocol.errors import DflashError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+pair = trained()
+save(Path(sys.argv[1]), 1, pair)
+for limit in (0, 4096, 20_000):
+    # No file may grow beyond the limit: how a full disk looks from inside.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        save(Path(sys.argv[1]), 2, pair)
+    except DflashError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        print(error.error, flush=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+"""
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "tests_checkpoint.py").write_bytes(Path(__file__).read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path / "out")],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the checkpoint of step 2 cannot be written") == 3
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["step-00000001"]
+
+
 # ---- the directory of checkpoints
 
 

@@ -155,7 +155,7 @@ def test_shared_roles_need_no_ring(values: Values, tmp_path: Path) -> None:
     assert ring_size(config, drafter)[1] == 0
 
 
-@pytest.mark.parametrize(("limit", "fits"), [("max", True), ("100000", False), ("8388608", True), (None, True)])
+@pytest.mark.parametrize(("limit", "fits"), [("max", True), ("4096", False), ("8388608", True), (None, True)])
 def test_a_ring_beyond_the_containers_memory_is_refused(
     values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, fits: bool
 ) -> None:

@@ -244,36 +244,24 @@ class DrafterSession:
     def save(self, step: int) -> None:
         """Save a checkpoint from the first drafter; the others wait for it in the next collective.
 
-        Not when it was a stop that asked for none.
+        Not when it was a stop that asked for none. Raises DflashError when the last one, or a stop's, cannot be written.
         """
         if (request := stop_request(self.plan)) is not None and not request.checkpoint:
             return
         if self.desk is None or self.world.machine != 0:
             self.last_checkpoint = checkpoint_files.step_directory(Path(self.plan.output_dir), step)
             return
-        telemetry = self.desk.telemetry
-
-        def progress(written: int, total: int) -> None:
-            telemetry.emit(
-                ev.SaveProgress(time=time.time(), rank=self.world.rank, step=step, written=written, total=total)
-            )
-
-        with self.clock.stage("checkpoint"):
-            state = TrainerState(
-                step=step,
-                total_steps=self.plan.total_steps,
-                data_fingerprint=self.plan.data_fingerprint,
-                config=self.plan.config,
-                run_id=self.plan.run_id,
-                loss=self.last_loss,
-            )
-            output_dir = Path(self.plan.output_dir)
-            saved = checkpoint.save(
-                output_dir, state, self.drafter, self.optimizer, dtype=self.config.dtype, progress=progress
-            )
-            checkpoint_files.rotate(output_dir, self.config.keep_checkpoints)
+        try:
+            with self.clock.stage("checkpoint"):
+                saved = self._write_checkpoint(step, self.desk.telemetry)
+        except DflashError as failure:
+            if request is not None or step == self.plan.total_steps:
+                raise
+            # A run that trains well goes on: the checkpoint before stands, and the next one may find room.
+            self.desk.reporter.alarm("checkpoint_failed", f"{failure.error}: {failure.cause}", step)
+            return
         self.last_checkpoint = saved.path
-        telemetry.emit(
+        self.desk.telemetry.emit(
             ev.CheckpointSaved(
                 time=time.time(),
                 rank=self.world.rank,
@@ -283,6 +271,27 @@ class DrafterSession:
                 seconds=saved.seconds,
             )
         )
+
+    def _write_checkpoint(self, step: int, telemetry: Telemetry) -> checkpoint.Saved:
+        def progress(written: int, total: int) -> None:
+            telemetry.emit(
+                ev.SaveProgress(time=time.time(), rank=self.world.rank, step=step, written=written, total=total)
+            )
+
+        state = TrainerState(
+            step=step,
+            total_steps=self.plan.total_steps,
+            data_fingerprint=self.plan.data_fingerprint,
+            config=self.plan.config,
+            run_id=self.plan.run_id,
+            loss=self.last_loss,
+        )
+        output_dir = Path(self.plan.output_dir)
+        saved = checkpoint.save(
+            output_dir, state, self.drafter, self.optimizer, dtype=self.config.dtype, progress=progress
+        )
+        checkpoint_files.rotate(output_dir, self.config.keep_checkpoints)
+        return saved
 
     def close(self) -> None:
         """Say goodbye to the targets and wait for the other drafters."""

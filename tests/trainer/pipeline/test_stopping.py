@@ -153,3 +153,18 @@ def test_an_unreadable_stop_request_is_an_ordinary_stop(start: Start, finish: Ca
     assert run.codes == [0, 0], run.log
     assert run.finished.result == "stopped"
     assert len(run.checkpoints) == 1
+
+
+def test_a_checkpoint_without_room_is_an_alarm_and_the_last_one_an_error(
+    start: Start, finish: Callable[..., Any], tmp_path: Path
+) -> None:
+    # A file stands where the run's directory would be made: as good as a full disk, for any user.
+    run = start(**ONE, checkpoint_every=2, output_dir=str(tmp_path))
+    (tmp_path / run.layout.run_id).write_text("in the way")
+    finish(run)
+    alarms = [event for event in run.events(ev.AlarmRaised) if event.alarm == "checkpoint_failed"]
+    assert [alarm.step for alarm in alarms] == [2, 4]
+    assert sorted(run.losses) == [1, 2, 3, 4, 5, 6]
+    assert any(code > 0 for code in run.codes)
+    assert str(tmp_path) in run.error(1).message + run.error(1).cause
+    assert run.events(ev.RunFinished) == []

@@ -26,6 +26,8 @@ def main() -> int:
         with phases.phase("loading", "torch"):
             from trainer.pipeline import roles
         roles.run(plan, role, telemetry, phases)
+        # A rank that ended well must not look like the first one that died.
+        plan.run.rank_pid(rank).unlink(missing_ok=True)
         return 0
     except BaseException as error:
         file_error(plan.run, error, rank=rank, role=role, device=device, phase=phases.current, time=time.time())

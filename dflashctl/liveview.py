@@ -22,7 +22,6 @@ _STYLES = {
     "run_started": "bold",
     "run_finished": "bold green",
     "checkpoint_saved": "cyan",
-    "save_progress": "dim",
     "pipeline_profile": "magenta",
     "stage_profile": "dim magenta",
     "alarm": "bold white on red",
@@ -78,7 +77,8 @@ class LiveView(LogView):
         for line in lines:
             text = readable(line)
             fields = parse_line(text)
-            self._bar.console.print(_styled(text, fields), soft_wrap=True)
+            if fields is None or fields["kind"] != "save_progress":  # that one moves the bar only
+                self._bar.console.print(_styled(text, fields), soft_wrap=True)
             if fields is not None:
                 self._advance(fields)
 
@@ -101,6 +101,8 @@ class LiveView(LogView):
                 speed=fields["tokens_per_second"],
                 eta=duration(fields["eta_seconds"]) if isinstance(fields["eta_seconds"], float) else "",
             )
+        elif fields["kind"] == "save_progress":
+            self._bar.update(self._task, description=f"saving {fields['written'] / max(fields['total'], 1):.0%}")
         elif fields["kind"] == "run_started":
             first = max(fields["first_step"] - 1, 0)
             self._bar.update(self._task, description="step", visible=True, completed=first, total=fields["total_steps"])
@@ -120,6 +122,8 @@ def _styled(line: str, fields: dict[str, Any] | None) -> Text:
     stamp = (time.strftime("%H:%M:%S ", time.localtime(fields["time"])), "dim")
     if fields["kind"] == "step":
         return Text.assemble(stamp, *_step_parts(fields))
+    if (sentence := _SENTENCES.get(fields["kind"])) is not None:
+        return Text.assemble(stamp, (sentence(fields), _STYLES[fields["kind"]]))
     rest = line.partition(" ")[2]
     text = Text(rest, style=_STYLES.get(fields["kind"], "default"))
     if fields["kind"] != "alarm":
@@ -138,3 +142,22 @@ def _step_parts(fields: dict[str, Any]) -> list[str | tuple[str, str]]:
         " tok/s",
     ]
     return parts if fields["applied"] else [*parts, ("  not applied", "bold red")]
+
+
+def _checkpoint(fields: dict[str, Any]) -> str:
+    size = fields["bytes"] / 1e6
+    return f"checkpoint of step {fields['step']}, {size:,.0f} MB in {_figure(fields['seconds'], '.1f')} s: {fields['path']}"
+
+
+def _who_waits(fields: dict[str, Any]) -> str:
+    rates = [_figure(fields[f"{side}tokens_per_second"], ",.0f") for side in ("", "target_", "drafter_")]
+    waits = [_figure(fields[f"{side}_wait"], ".0%") for side in ("target", "drafter")]
+    return (
+        f"waits: targets {waits[0]}, drafters {waits[1]}, {_LIMITS.get(fields['limits'], 'unknown')}; "
+        f"tok/s: pipeline {rates[0]}, targets alone {rates[1]}, drafters alone {rates[2]}; "
+        f"padding {_figure(fields['padding'], '.1%')}"
+    )
+
+
+_LIMITS = {"targets": "targets limit", "drafters": "drafters limit", "neither": "balanced"}
+_SENTENCES = {"checkpoint_saved": _checkpoint, "pipeline_profile": _who_waits}

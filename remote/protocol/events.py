@@ -252,12 +252,16 @@ def _pairs(text: str) -> Iterator[tuple[str, Any, bool]]:
 
 
 def parse_line(line: str) -> dict[str, Any] | None:
-    """Return the fields of a rendered log line with `kind` and `time`, or None when the line is none of ours."""
+    """Return the fields of a rendered log line with `kind` and `time`, or None when the line is none of ours.
+
+    A field that an older writer did not know has its default; a line without a field that has none was cut short.
+    """
     match = _LINE.fullmatch(line.strip())
     if match is None or (cls := KINDS.get(match[2])) is None:
         return None
     hints = {field.name: str(field.type) for field in line_fields(cls)}
     values: dict[str, Any] = {"kind": cls.kind}
+    values |= {field.name: field.default for field in line_fields(cls) if field.default is not dataclasses.MISSING}
     try:
         values["time"] = datetime.strptime(match[1], "%Y-%m-%dT%H:%M:%S.%f").replace(tzinfo=UTC).timestamp()
         for key, value, is_json in _pairs(match[3] or ""):
@@ -265,4 +269,4 @@ def parse_line(line: str) -> dict[str, Any] | None:
                 values[key] = value if is_json else _parse_value(value, hints[key])
     except (ValueError, RecursionError):  # one of ours cut short, or somebody else's line that looks like ours
         return None
-    return values
+    return values if hints.keys() <= values.keys() else None

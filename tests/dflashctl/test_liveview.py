@@ -35,6 +35,22 @@ def step(number, loss):
     )  # fmt: skip
 
 
+SAVED = ev.CheckpointSaved(time=0.0, step=3, path="/c", bytes=1_000_000, seconds=0.5)
+PROFILE = ev.PipelineProfile(
+    time=0.0,
+    interval=9.0,
+    tokens_per_second=5.0,
+    target_tokens_per_second=6.0,
+    drafter_tokens_per_second=7.0,
+    target_wait=0.01,
+    drafter_wait=math.nan,
+    ring_bytes=1,
+    ring_capacity=2,
+    padding=0.02,
+    limits="drafters",
+)
+
+
 LOG = "\n".join(
     [
         ev.render_line(ev.Phase(time=0.0, role="target", phase="loading")),
@@ -42,6 +58,10 @@ LOG = "\n".join(
         ev.render_line(step(2, 9.5)),
         ev.render_line(ev.AlarmRaised(time=0.0, alarm="stall", message="stands still")),
         ev.render_line(step(3, math.nan)),
+        ev.render_line(SAVED),
+        ev.render_line(ev.SaveProgress(time=0.0, step=3, written=1, total=2)),
+        ev.render_line(PROFILE),
+        ev.render_line(step(4, 2.0))[:90],
         "Traceback (most recent call last):",
         "evil \x1b]0;title\x07",
     ]
@@ -68,7 +88,13 @@ def test_bar_and_colours_on_a_terminal(tmp_path):
     text = plain(seen)
     assert "step 2/30  loss 9.5000  accuracy 0.500  accept 2.50" in text
     assert "loss NaN" in text
-    assert re.search(r"step ━+.* 3/30 loss NaN  14,500 tok/s  1m 15s left", text)
+    assert re.search(r"saving 50% ━+.* 3/30 loss NaN  14,500 tok/s  1m 15s left", text)
+    assert "checkpoint of step 3, 1 MB in 0.5 s: /c" in text
+    assert "save_progress" not in text
+    assert (
+        "waits: targets 1%, drafters NaN, drafters limit; tok/s: pipeline 5, targets alone 6, drafters alone 7" in text
+    )
+    assert "step step=4" in text  # a line cut short is text like any other
     assert "\x1b[1;32m9.5000" in seen
     assert "\\x1b]0;title\\x07" in text
     assert "\x1b]0;" not in seen

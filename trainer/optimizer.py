@@ -18,7 +18,7 @@ def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
     """
     warmup = round(config.warmup_ratio * total_steps)
     if step <= warmup:
-        return config.lr * step / warmup
+        return config.lr * (step / warmup)
     progress = (step - 1 - warmup) / max(1, total_steps - warmup)
     return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
 

@@ -244,9 +244,10 @@ class DrafterSession:
     def save(self, step: int) -> None:
         """Save a checkpoint from the first drafter; the others wait for it in the next collective.
 
-        Not when it was a stop that asked for none. Raises DflashError when the last one, or a stop's, cannot be written.
+        Not when a stop asked for none, unless the run is complete anyway. Raises DflashError when the last one, or a stop's, cannot be written.
         """
-        if (request := stop_request(self.plan)) is not None and not request.checkpoint:
+        request = stop_request(self.plan)
+        if request is not None and not request.checkpoint and step < self.plan.total_steps:
             return
         if self.desk is None or self.world.machine != 0:
             self.last_checkpoint = checkpoint_files.step_directory(Path(self.plan.output_dir), step)

@@ -14,6 +14,10 @@ from torch import distributed
 from trainer.pipeline.layout import Layout, Role
 
 
+# 54 GB of weights from a cold disk at 20 MB/s take 45 minutes.
+_LONGEST_LOAD = timedelta(hours=2)
+
+
 @dataclass(frozen=True)
 class World:
     """This rank among the others. `drafters` is the drafters' group over all machines, None on a pure target."""
@@ -42,11 +46,12 @@ class World:
 def join_world(layout: Layout, *, timeout: float) -> Iterator[World]:
     """Join the process groups that torch's launcher describes in the environment, and leave them at the end.
 
-    `timeout` (seconds) bounds every collective: none waits for ever for a dead or hanging peer.
+    `timeout` (seconds) bounds every collective of a step: none waits for ever for a dead or hanging peer.
     """
     limit = timedelta(seconds=timeout)
     # Ranks' own collectives go over gloo: the world group only carries a stop flag. NCCL is for the drafters' gradients.
-    distributed.init_process_group("gloo", timeout=limit)
+    # Its one barrier waits for the slowest load, which may take longer than any step; the launcher notices a dead rank.
+    distributed.init_process_group("gloo", timeout=max(limit, _LONGEST_LOAD))
     local_rank = int(os.environ["LOCAL_RANK"])
     machines = int(os.environ["GROUP_WORLD_SIZE"])
     drafter_ranks = [
@@ -57,14 +62,14 @@ def join_world(layout: Layout, *, timeout: float) -> Iterator[World]:
     ]
     group = distributed.new_group(drafter_ranks, timeout=limit, backend="nccl" if layout.device == "cuda" else "gloo")
     is_drafter = layout.role(local_rank) is not Role.TARGET
-    try:
-        yield World(
-            rank=distributed.get_rank(),
-            local_rank=local_rank,
-            machine=int(os.environ["GROUP_RANK"]),
-            machines=machines,
-            drafters=group if is_drafter and isinstance(group, distributed.ProcessGroup) else None,
-            drafter_count=len(drafter_ranks),
-        )
-    finally:
-        distributed.destroy_process_group()
+    yield World(
+        rank=distributed.get_rank(),
+        local_rank=local_rank,
+        machine=int(os.environ["GROUP_RANK"]),
+        machines=machines,
+        drafters=group if is_drafter and isinstance(group, distributed.ProcessGroup) else None,
+        drafter_count=len(drafter_ranks),
+    )
+    # After a clean end only. A rank that fails keeps its connections until it has filed its error and exits: closed
+    # earlier, the peers' complaints about a lost connection would be filed first and taken for the cause.
+    distributed.destroy_process_group()

@@ -25,7 +25,9 @@ import remote.protocol
 import trainer
 from remote.protocol import events as ev
 from remote.protocol.codec import dumps
-from remote.protocol.errors import preflight_error
+from remote.protocol.errors import DflashError, preflight_error
+from remote.protocol.layout import RunLayout
+from remote.protocol.records import RankError, read_record
 from trainer import toy
 
 _TRAIN_SECONDS = 180.0
@@ -130,12 +132,7 @@ def train_toy() -> float:
             ) from error
         losses = [event.loss for event in _events(run_dir) if isinstance(event, ev.Step)]
         if done.returncode != 0 or len(losses) != 2:
-            raise preflight_error(
-                "the toy did not train",
-                cause=_last_line(done.stdout + done.stderr),
-                hint="the lines above say where",
-                detail=done.stderr[-4000:],
-            )
+            raise _not_trained(RunLayout(run_dir), done.stdout + done.stderr)
         return losses[-1]
 
 
@@ -144,6 +141,18 @@ def _events(run_dir: Path) -> list[ev.Event]:
     return list(ev.read_events(file.read_bytes())) if file.exists() else []
 
 
-def _last_line(output: str) -> str:
-    errors = [line for line in output.splitlines() if "Error" in line or line.startswith("error:")]
-    return errors[0] if errors else (output.splitlines() or ["it said nothing"])[-1]
+def _not_trained(run: RunLayout, output: str) -> DflashError:
+    """Return the error that names what went wrong first, for the others only lost their peer."""
+    records = [read_record(RankError, path) for path in run.error(0).parent.glob("rank-*.json")]
+    first = min((record for record in records if record is not None), key=lambda record: record.time, default=None)
+    if first is None:
+        last = (output.splitlines() or ["it said nothing"])[-1]
+        return preflight_error(
+            "the toy did not train", cause=last, hint="mend it and deploy again", detail=output[-4000:]
+        )
+    return preflight_error(
+        f"the toy did not train: the {first.role} failed in {first.phase}",
+        cause=f"{first.kind}: {first.message}",
+        hint="mend it and deploy again",
+        detail=first.traceback,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import subprocess
@@ -278,3 +279,20 @@ def test_one_process_per_device_and_no_restart() -> None:
     assert "--nproc-per-node=3" in argv
     assert "--max-restarts=0" in argv
     assert argv[-2:] == ["-m", "trainer.pipeline.rank"]
+
+
+def test_a_ring_that_cannot_be_reserved_leaves_no_sockets(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Somebody else took the space between the check and the reservation.
+    run = RunLayout(tmp_path / "run")
+    run.create()
+
+    def full(path: Path, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(leader, "create_ring_file", full)
+    with pytest.raises(DflashError, match="no space left for the ring") as caught:
+        leader.prepare(TrainConfig.from_mapping(values), run)
+    assert caught.value.code == ExitCode.PREFLIGHT
+    assert not Path(run.sockets.read_text().strip()).exists()

@@ -244,7 +244,8 @@ class DrafterSession:
     def save(self, step: int) -> None:
         """Save a checkpoint from the first drafter; the others wait for it in the next collective.
 
-        Not when a stop asked for none, unless the run is complete anyway. Raises DflashError when the last one, or a stop's, cannot be written.
+        Not when a stop asked for none, unless the run is complete anyway. Raises DflashError when the last one, or a
+        stop's, cannot be written.
         """
         request = stop_request(self.plan)
         if request is not None and not request.checkpoint and step < self.plan.total_steps:

@@ -13,7 +13,6 @@ from torch import distributed
 
 from trainer.pipeline.layout import Layout, Role
 
-
 # 54 GB of weights from a cold disk at 20 MB/s take 45 minutes.
 _LONGEST_LOAD = timedelta(hours=2)
 

@@ -31,6 +31,8 @@ def main() -> int:
         return 0
     except BaseException as error:
         file_error(plan.run, error, rank=rank, role=role, device=device, phase=phases.current, time=time.time())
+        # A rank's failure ends the run; before the end of warm-up the names are still there, and nobody else may come.
+        plan.forget_names()
         if isinstance(error, DflashError):
             print(error.render(), file=sys.stderr, flush=True)
             return int(error.code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,22 @@ def test_a_checkpoint_without_room_is_an_alarm_and_the_last_one_an_error(
     assert any(code > 0 for code in run.codes)
     assert str(tmp_path) in run.error(1).message + run.error(1).cause
     assert run.events(ev.RunFinished) == []
+
+
+@pytest.mark.parametrize(("layout", "rank"), [(ONE, 1), (SHARED, 0)])
+def test_a_failed_load_is_filed_and_leaves_nothing_in_temporary_places(
+    stopped: Any, start: Start, finish: Callable[..., Any], tmp_path: Path, layout: dict[str, Any], rank: int
+) -> None:
+    damaged = tmp_path / "checkpoint"
+    shutil.copytree(stopped.finished.checkpoint, damaged)
+    moments = damaged / "optimizer.safetensors"
+    moments.write_bytes(moments.read_bytes()[:1000])
+    run = finish(start(**layout, **LONG, resume=str(damaged)))
+    assert run.codes[rank] == ExitCode.PREFLIGHT
+    error = run.error(rank)
+    assert (error.phase, error.hint) == ("loading", "resume from an earlier checkpoint")
+    assert f"{damaged} cannot be restored" in run.log
+    assert run.events(ev.RunFinished) == []
+    sockets = Path(run.layout.sockets.read_text().strip())
+    assert not sockets.exists()
+    assert not (Path("/dev/shm") / sockets.name).exists()

@@ -77,13 +77,7 @@ SAYS = {
 }
 
 
-# trainer.target.facts gives no cause for the one and no hint for the other.
-_HALF_SAID = pytest.mark.xfail(reason="trainer/target/facts.py: error without cause or hint")
-
-
-@pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=_HALF_SAID if what.startswith("model directory") else ()) for what in BROKEN]
-)
+@pytest.mark.parametrize("what", BROKEN)
 def test_what_is_wrong_is_said_before_the_launch(values: Values, tmp_path: Path, what: str) -> None:
     error = refused(values | BROKEN[what](tmp_path), tmp_path)
     assert SAYS.get(what, "") in error.render()

@@ -11,6 +11,8 @@ from typing import Any
 
 from remote.protocol.errors import DflashError, preflight_error
 
+# Where `make demo` puts its target; the preset of this machine names it.
+_DEMO_TARGET = ("build", "demo", "target")
 PLAIN = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 HYBRID = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 # Where the text stack's tensors live: the multimodal wrapper has one level more.
@@ -64,6 +66,7 @@ def target_facts(path: Path | str) -> TargetFacts:
     if architecture not in PLAIN + HYBRID:
         raise preflight_error(
             f"{directory} holds a {architecture}, which is not supported as a target",
+            cause="the architecture in its config.json decides how layers are captured",
             hint=f"supported: {', '.join(PLAIN + HYBRID)}",
         )
     # A wrapper nests the language model's configuration; a text model is one itself.
@@ -102,9 +105,11 @@ def read_config(directory: Path) -> dict[str, Any]:
         DflashError: there is no such directory or file, or it is no JSON object (code 7).
     """
     if not directory.is_dir():
-        raise preflight_error(
-            f"no model directory at {directory}", hint="give the path of a directory with config.json and *.safetensors"
-        )
+        hint = "give the path of a directory with config.json and *.safetensors"
+        if directory.parts[-3:] == _DEMO_TARGET:
+            hint = "`make demo` makes the demo's target; or name yours with --target-model"
+        cause = "it is a file" if directory.exists() else "there is nothing at that path on the machine that trains"
+        raise preflight_error(f"no model directory at {directory}", cause=cause, hint=hint)
     path = directory / "config.json"
     if not path.is_file():
         raise _unusable(directory, "it has no config.json")
@@ -185,5 +190,7 @@ def _eos_token_ids(directory: Path, *configs: Mapping[str, Any]) -> tuple[int, .
     return ()
 
 
-def _unusable(directory: Path, cause: str, hint: str = "") -> DflashError:
+def _unusable(
+    directory: Path, cause: str, hint: str = "copy the model again, or give another directory"
+) -> DflashError:
     return preflight_error(f"{directory} is no usable model directory", cause=cause, hint=hint)

@@ -159,5 +159,16 @@ def _who_waits(fields: dict[str, Any]) -> str:
     )
 
 
+def _stages(fields: dict[str, Any]) -> str:
+    stages: dict[str, Any] = fields["stages"]
+    shares = [f"{name} {_share(seconds, fields['interval'])}" for name, seconds in stages.items()]
+    return f"{fields['role']} on {fields['device']}: {', '.join(shares)}"
+
+
+def _share(part: Any, whole: Any) -> str:
+    numbers = isinstance(part, int | float) and isinstance(whole, int | float) and whole > 0
+    return f"{part / whole:.0%}" if numbers else "?"
+
+
 _LIMITS = {"targets": "targets limit", "drafters": "drafters limit", "neither": "balanced"}
-_SENTENCES = {"checkpoint_saved": _checkpoint, "pipeline_profile": _who_waits}
+_SENTENCES = {"checkpoint_saved": _checkpoint, "pipeline_profile": _who_waits, "stage_profile": _stages}

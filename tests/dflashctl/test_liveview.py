@@ -50,6 +50,10 @@ PROFILE = ev.PipelineProfile(
     limits="drafters",
 )
 
+STAGES = ev.StageProfile(
+    time=0.0, role="drafter", device="cuda:5", interval=10.0, tokens=5, stages={"forward": 4.5, "wait_states": 0.0}
+)
+
 
 LOG = "\n".join(
     [
@@ -61,6 +65,7 @@ LOG = "\n".join(
         ev.render_line(SAVED),
         ev.render_line(ev.SaveProgress(time=0.0, step=3, written=1, total=2)),
         ev.render_line(PROFILE),
+        ev.render_line(STAGES),
         ev.render_line(step(4, 2.0))[:90],
         "Traceback (most recent call last):",
         "evil \x1b]0;title\x07",
@@ -94,6 +99,7 @@ def test_bar_and_colours_on_a_terminal(tmp_path):
     assert (
         "waits: targets 1%, drafters NaN, drafters limit; tok/s: pipeline 5, targets alone 6, drafters alone 7" in text
     )
+    assert "drafter on cuda:5: forward 45%, wait_states 0%" in text
     assert "step step=4" in text  # a line cut short is text like any other
     assert "\x1b[1;32m9.5000" in seen
     assert "\\x1b]0;title\\x07" in text

@@ -229,12 +229,17 @@ def render_line(event: Event) -> str:
     return " ".join([f"{stamp}Z", event.kind, *pairs])
 
 
-def _parse_value(text: str, hint: str) -> Any:
+def _parse_value(value: Any, is_json: bool, hint: str) -> Any:
+    """Return a pair's value as the field's type. Raises ValueError when it is of another."""
+    if is_json or hint == "str" or hint.startswith("dict"):
+        if not isinstance(value, str if hint == "str" else dict) or not is_json:
+            raise ValueError(f"{value!r} is no {hint}")
+        return value  # pyright: ignore[reportUnknownVariableType]
     if hint == "bool":
-        return text == "yes"
-    if text in ("NaN", "Infinity", "-Infinity"):
-        return text
-    return int(text) if hint == "int" else float(text)
+        return value == "yes"
+    if hint == "int":
+        return int(value)
+    return value if value in ("NaN", "Infinity", "-Infinity") else float(value)
 
 
 def _pairs(text: str) -> Iterator[tuple[str, Any, bool]]:
@@ -266,7 +271,7 @@ def parse_line(line: str) -> dict[str, Any] | None:
         values["time"] = datetime.strptime(match[1], "%Y-%m-%dT%H:%M:%S.%f").replace(tzinfo=UTC).timestamp()
         for key, value, is_json in _pairs(match[3] or ""):
             if key in hints:
-                values[key] = value if is_json else _parse_value(value, hints[key])
+                values[key] = _parse_value(value, is_json, hints[key])
     except (ValueError, RecursionError):  # one of ours cut short, or somebody else's line that looks like ours
         return None
     return values if hints.keys() <= values.keys() else None

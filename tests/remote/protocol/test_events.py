@@ -84,6 +84,29 @@ def test_a_torn_log_line_never_raises(event, data):
     parse_line(line[: data.draw(st.integers(0, len(line)))])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step step=4 total_steps=9",
+        "step step=NaN",
+        'stage_profile role="x" device="c" interval=1.0 tokens=1 stages=5',
+        'stage_profile role="x" device="c" interval=1.0 tokens=1 stages="x"',
+        'stage_profile role={"a":1} device="c" interval=1.0 tokens=1 stages={}',
+        "message level=info text=bare",
+    ],
+)
+def test_a_line_without_all_its_fields_as_declared_is_none_of_ours(text):
+    # A view that formats the fields of a step must find each of them, of its type.
+    assert parse_line(f"2026-11-30T17:36:17.854Z {text}") is None
+
+
+def test_a_field_of_a_later_writer_has_its_default_in_an_older_line():
+    line = '2026-11-30T17:36:17.854Z phase role="target" phase="loading"'
+    parsed = parse_line(line)
+    assert parsed is not None
+    assert parsed == parse_line(line + ' detail="" seconds=0.00')
+
+
 @given(st.lists(some_event(), max_size=5), st.data())
 def test_a_torn_last_line_waits_and_garbage_is_skipped(events, data):
     lines = [encode(event).encode() + b"\n" for event in events]

@@ -114,7 +114,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise _unusable(directory, "it has no config.json")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(_text(path))
     except ValueError as problem:
         raise _unusable(directory, f"config.json is no JSON: {problem}") from problem
     if not isinstance(config, dict):
@@ -131,7 +131,7 @@ def tensor_entries(directory: Path) -> dict[str, TensorEntry]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:
-            files = {directory / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+            files = {directory / name for name in json.loads(_text(index))["weight_map"].values()}
         except (ValueError, KeyError, AttributeError, TypeError) as problem:
             raise _unusable(directory, f"{index.name} is malformed: {problem}") from problem
     else:
@@ -149,10 +149,13 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
     if not file.is_file():
         raise _unusable(file.parent, f"{file.name} is missing", "copy the model again")
     size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _HEADER_LIMIT + 1
-        header = stream.read(length) if length <= _HEADER_LIMIT else b""
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else _HEADER_LIMIT + 1
+            header = stream.read(length) if length <= _HEADER_LIMIT else b""
+    except OSError as problem:
+        raise _unreadable(file, problem) from problem
     try:
         described = json.loads(header)
         described.pop("__metadata__", None)
@@ -180,7 +183,7 @@ def _eos_token_ids(directory: Path, *configs: Mapping[str, Any]) -> tuple[int, .
     sources = list(configs)
     if generation.is_file():
         try:
-            sources.insert(0, json.loads(generation.read_text(encoding="utf-8")))
+            sources.insert(0, json.loads(_text(generation)))
         except ValueError as problem:
             raise _unusable(directory, f"{generation.name} is no JSON: {problem}") from problem
     for source in sources:
@@ -188,6 +191,18 @@ def _eos_token_ids(directory: Path, *configs: Mapping[str, Any]) -> tuple[int, .
         if eos is not None:
             return tuple(eos) if isinstance(eos, list) else (int(eos),)
     return ()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise _unreadable(path, problem) from problem
+
+
+def _unreadable(path: Path, problem: OSError) -> DflashError:
+    hint = "the user who trains must be able to read it"
+    return _unusable(path.parent, f"{path.name} cannot be read: {problem.strerror}", hint)
 
 
 def _unusable(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -133,3 +136,24 @@ def test_a_wrapper_that_says_two_things_is_judged_by_its_files(make_target, tmp_
     config["text_config"]["tie_word_embeddings"] = inner
     (path / "config.json").write_text(json.dumps(config))
     assert target_facts(path).tied is tied
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_cannot_be_read_is_said(make_target, name):
+    # Not below tmp_path, whose parents only root may enter: root itself reads every file, so it becomes somebody else here.
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(shutil.copytree(make_target(), Path(directory) / "model"))
+        for each in (Path(directory), path, *path.iterdir()):
+            each.chmod(0o755)
+        (path / name).chmod(0)
+        root = os.geteuid() == 0
+        if root:
+            os.chown(path / name, 1, 1)
+            os.seteuid(65534)
+        try:
+            error = refused(path)
+        finally:
+            if root:
+                os.seteuid(0)
+    assert error.cause == f"{name} cannot be read: Permission denied"
+    assert error.hint

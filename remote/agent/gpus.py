@@ -101,12 +101,18 @@ def memory_used(devices: Sequence[str]) -> dict[str, int]:
     if not wanted:
         return {}
     gpus = {gpu.index: gpu for gpu in list_gpus()}
+    if not gpus:
+        raise preflight_error(
+            "no GPU on the far end",
+            cause="nvidia-smi finds none there",
+            hint="choose another destination, or train on its processor with --device cpu",
+        )
     missing = [index for index in wanted if index not in gpus]
     if missing:
         raise preflight_error(
             f"no GPU {', '.join(missing)} there",
-            cause=f"it has {len(gpus)}: {', '.join(gpus) or 'none'}",
-            hint="choose with --target-gpus and --drafter-gpus, or --set device=cpu",
+            cause=f"it has {len(gpus)}: {', '.join(gpus)}",
+            hint="choose with --target-gpus and --drafter-gpus, or --device cpu",
         )
     return {index: gpus[index].used for index in wanted}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from remote.agent.tail import first_events, last_events
 from remote.agent.verdict import read_stop
@@ -16,6 +18,15 @@ from remote.protocol.records import ExitRecord, Lifecycle, R, RunSpec, RunState,
 
 _TAIL_BYTES = (1 << 14, 1 << 18, 1 << 22)
 """How much of events.jsonl is read, from its end, until a step is found: bounded, whatever its length."""
+
+
+_STEP = re.compile(r"([0-9]+)$")
+
+
+def checkpoint_step(path: Path) -> int | None:
+    """Return the step that a checkpoint's directory ends in, e.g. 500 for step-00000500; None when it ends in none."""
+    match = _STEP.search(path.name)
+    return int(match[1]) if match else None
 
 
 def run_ids(root: RootLayout) -> list[str]:

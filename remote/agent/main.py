@@ -24,6 +24,7 @@ VERBS = {
     "rollback": "releases",
     "start": "start",
     "stop": "stop",
+    "spec": "spec",
     "status": "status",
     "runs": "status",
     "logs": "logs",

@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any, cast
 
-from remote.agent.roots import create_root, current_release, require_release
+from remote.agent.roots import current_release, not_deployed, require_release
 from remote.agent.wire import Answer, Request
 from remote.protocol.errors import preflight_error
 from remote.protocol.files import fsync_directory, read_json, write_json
@@ -61,14 +61,15 @@ def releases(request: Request, answer: Answer) -> None:
 def rollback(request: Request, answer: Answer) -> None:
     """Switch `current` to `to`, or to the release before the current one. Runs that live keep theirs."""
     root = RootLayout(request.root)
-    create_root(root)
     current = current_release(root)
     target = request.text("to", "") or _before(root, current)
+    if not target and not current:
+        raise not_deployed(f"{root.path} holds no release")
     if not target:
         raise preflight_error(
             "there is no release to go back to",
-            cause=f"the current one, {current or 'none'}, is the only one that was ever deployed there",
-            hint="`dflashctl releases` lists what is there",
+            cause=f"release {current} is the only one that was deployed there",
+            hint="deploy another one first; `dflashctl releases` lists what is there",
         )
     require_release(root, target)
     switch_current(root, target)

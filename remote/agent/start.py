@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator, Sequence
 
 from remote.agent.firststep import follow_to_first_step
-from remote.agent.gpus import require_free, wait_free
+from remote.agent.gpus import memory_used, require_free, wait_free
 from remote.agent.launch import launch_supervisor
 from remote.agent.lifecycle import lives, readable, run_ids
 from remote.agent.preflight import preflight
@@ -40,6 +40,8 @@ def start(request: Request, answer: Answer) -> None:
     if not _launched(plan.run):
         # Cheap answer first; the same check decides again under the lock.
         refuse_if_busy(root, plan.spec.devices)
+        # Whether they exist at all: nvidia-smi answers in a tenth of what the trainer's own check, with torch, takes.
+        memory_used(plan.spec.devices)
         if plan.wait_gpus:
             wait_free(plan.spec.devices, answer.say, answer.check)
         # Outside the lock: importing torch takes longer than others should wait for theirs.
@@ -52,6 +54,8 @@ def start(request: Request, answer: Answer) -> None:
             # A retry may have overtaken us while we waited for the lock.
             if not _launched(plan.run):
                 _launch(root, plan)
+    # From here on there is a run: the client tells its id, and remembers what it was started with.
+    answer.phase("launched", plan.run.run_id)
     follow_to_first_step(plan.run, answer, plan.limit)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from remote.agent.environment import run_environment, trainer_environment
 from remote.agent.interpreters import packages_of
-from remote.agent.lifecycle import choose_run, no_such_run, run_ids, status_of
+from remote.agent.lifecycle import checkpoint_step, choose_run, no_such_run, run_ids, status_of
 from remote.agent.roots import interpreter, require_release
 from remote.agent.wire import Request
 from remote.protocol.codec import from_plain
@@ -21,8 +20,6 @@ from remote.protocol.records import RunSpec, read_record
 
 LAST = "last"
 """`resume` value for the newest run that has a checkpoint."""
-
-_STEP = re.compile(r"([0-9]+)$")
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ def read_plan(request: Request, root: RootLayout) -> StartPlan:
         raise usage_error("argv cannot be executed", cause="a word holds NUL")
     config, resumed_from = dict(spec.config), ""
     if resume := request.text("resume", ""):
-        resumed_from = str(find_checkpoint(root, resume))
+        resumed_from = str(find_checkpoint(root, resume).path)
         config["resume"] = resumed_from
     spec = dataclasses.replace(
         spec,
@@ -89,8 +86,17 @@ def _spec(data: dict[str, Any]) -> RunSpec:
     return spec
 
 
-def find_checkpoint(root: RootLayout, resume: str) -> Path:
-    """Return the checkpoint directory that RUN, RUN@STEP or `last` means.
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint: the run that wrote it, the last step it contains, its directory."""
+
+    run: RunLayout
+    step: int
+    path: Path
+
+
+def find_checkpoint(root: RootLayout, resume: str) -> Found:
+    """Return the checkpoint that RUN, RUN@STEP or `last` means.
 
     Raises DflashError: 3 when there is no such run, 7 when it has no such checkpoint.
     """
@@ -102,14 +108,15 @@ def find_checkpoint(root: RootLayout, resume: str) -> Path:
             raise no_such_run(f"no run in {root.runs} has a checkpoint")
     run = choose_run(root, name)
     found = {} if run is None else _checkpoints(run)
-    if not found:
+    if run is None or not found:
         raise preflight_error(
             f"run {name} has no checkpoint", cause="none was complete when it ended", hint="start without --resume"
         )
     if step and (not step.isdigit() or int(step) not in found):
         have = ", ".join(str(each) for each in sorted(found))
         raise preflight_error(f"run {name} has no checkpoint of step {step}", cause=f"it has {have}")
-    return found[int(step)] if step else found[max(found)]
+    chosen = int(step) if step else max(found)
+    return Found(run, chosen, found[chosen])
 
 
 def _checkpoints(run: RunLayout) -> dict[int, Path]:
@@ -124,4 +131,4 @@ def _checkpoints(run: RunLayout) -> dict[int, Path]:
         folders = [path for path in place.iterdir() if path.is_dir() and not path.name.startswith(".")]
     except (OSError, ValueError):
         return {}
-    return {int(match[1]): path for path in folders if (match := _STEP.search(path.name))}
+    return {step: path for path in folders if (step := checkpoint_step(path)) is not None}

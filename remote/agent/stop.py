@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 from remote.agent.aftermath import clear_remains, remove_sockets, write_exit
 from remote.agent.escalation import Escalation, Stage, kill_all
 from remote.agent.gpus import above_baseline
-from remote.agent.lifecycle import choose_run, lifecycle_of, lives, no_such_run, readable, status_of
+from remote.agent.lifecycle import checkpoint_step, choose_run, lifecycle_of, lives, no_such_run, readable, status_of
 from remote.agent.processes import remains
 from remote.agent.statefile import StateFile
 from remote.agent.tail import EventTail
@@ -21,7 +22,7 @@ from remote.protocol.files import write_json
 from remote.protocol.identity import boot_id
 from remote.protocol.layout import RootLayout, RunLayout
 from remote.protocol.locks import LockBusy, LockKind, acquire
-from remote.protocol.records import Lifecycle, RunSpec, RunState, StopRequest
+from remote.protocol.records import Lifecycle, RunSpec, RunState, RunStatus, StopRequest
 
 _POLL_SECONDS = 0.05
 _TIMEOUT_SECONDS = 60.0
@@ -43,7 +44,8 @@ def stop(request: Request, answer: Answer) -> None:
         left = kill_all(run)
         swept = f"; killed what it had left: pid {', '.join(map(str, left))}" if left else ""
         status = status_of(run)
-        answer.result({"status": plain(status), "message": f"run {run.run_id} was not running: {status.state}{swept}"})
+        sentence = f"run {run.run_id} was not running: {_outcome(status)}{swept}"
+        answer.result({"status": plain(status), "message": sentence})
         return
     spec, _ = readable(RunSpec, run, "spec.json")
     # The far end's own default is in the spec: whoever started the run knew how long its checkpoints take.
@@ -53,10 +55,21 @@ def stop(request: Request, answer: Answer) -> None:
     waiting = _Waiting(run, answer, grace, kill_grace, request.number("timeout", _TIMEOUT_SECONDS) + kill_grace)
     waiting.until_ended()
     status = status_of(run)
-    sentence = f"run {run.run_id} ended: {status.state}"
+    sentence = f"run {run.run_id} {_outcome(status)}"
     if gpus := _wait_for_gpus(run):
         sentence += f"; GPU memory free on {gpus}/{gpus}, {time.monotonic() - began:.0f} s"
     answer.result({"status": plain(status), "message": sentence})
+
+
+def _outcome(status: RunStatus) -> str:
+    """Return state, step and checkpoint: whoever stops a run wants to know what of it is kept."""
+    where = f"at step {status.step}" if status.step else "before its first step"
+    path = status.last_checkpoint
+    if not path:
+        return f"{status.state} {where}, no checkpoint"
+    # An older one than the last step means that the steps after it are lost.
+    latest = checkpoint_step(Path(path)) == status.step
+    return f"{status.state} {where}, {'' if latest else 'last '}checkpoint {path}"
 
 
 def _ask(run: RunLayout, request: Request, grace: float) -> None:

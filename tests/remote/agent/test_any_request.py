@@ -28,6 +28,7 @@ FIELDS = {
     "stop": ["run", "now", "grace", "timeout", "by"],
     "status": ["run"],
     "runs": ["limit"],
+    "spec": ["run", "resume"],
     "logs": ["run", "file", "offset", "tail", "device", "inode"],
 }
 

@@ -243,10 +243,18 @@ class TestRollback:
         assert far.ok("rollback", to=first)["release"] == first
 
     def test_nowhere_to_go(self, far):
-        assert far.call("rollback").error["code"] == 7
+        error = far.call("rollback").error
+        assert error["code"] == 7
+        assert error["cause"] == f"release {far.release} is the only one that was deployed there"
         assert far.call("rollback", to="aaaaaaaaaaaa").error["code"] == 7
         assert far.call("rollback", to="../../etc").error["code"] == 2
         assert far.root.current.resolve().name == far.release
+
+    def test_where_nothing_was_deployed_it_says_so_and_makes_nothing(self, bare):
+        error = bare.call("rollback").error
+        assert (error["code"], error["error"]) == (7, "nothing is deployed there")
+        assert "dflashctl deploy" in error["hint"]
+        assert not bare.root.path.exists()
 
     def test_a_torn_history_is_no_obstacle(self, far):
         far.root.history.write_text('{"switches": [{"rel')

@@ -38,7 +38,12 @@ def test_without_nvidia_smi_there_are_none(monkeypatch, tmp_path):
     assert gpus.list_gpus() == []
     with pytest.raises(DflashError) as caught:
         gpus.require_free(["0"])
-    assert (caught.value.code, caught.value.error) == (7, "no GPU 0 there")
+    assert caught.value.render().splitlines() == [
+        "error: no GPU on the far end",
+        "  cause: nvidia-smi finds none there",
+        "  hint: choose another destination, or train on its processor with --device cpu",
+    ]
+    assert caught.value.code == 7
     assert gpus.require_free(["cpu"]) == {}
 
 
@@ -48,6 +53,18 @@ def test_a_table_is_read(smi):
         gpus.Gpu("0", "NVIDIA H200", 4, 143771),
         gpus.Gpu("1", "Name, with comma", 0, 97887),
     ]
+
+
+def test_a_gpu_that_is_not_there_is_named(smi):
+    smi(table(4, 4))
+    with pytest.raises(DflashError) as caught:
+        gpus.require_free(["1", "2"])
+    assert (caught.value.error, caught.value.cause) == ("no GPU 2 there", "it has 2: 0, 1")
+
+
+def test_a_start_without_gpus_is_refused_before_the_trainer_is_asked(far):
+    error = far.start(spec={"devices": ["0"]}, preflight=True).error
+    assert (error["code"], error["error"]) == (7, "no GPU on the far end")
 
 
 def test_lost_devices_are_an_error_of_their_own(smi):

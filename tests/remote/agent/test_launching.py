@@ -99,21 +99,21 @@ class TestCheckpoints:
 
     def test_the_latest_of_a_run(self, root):
         place = self.make(root, self.OLD, "step-00000009", "step-00000010", ".step-00000011", "best", "notes")
-        assert find_checkpoint(root, self.OLD) == place / "step-00000010"
-        assert find_checkpoint(root, f"{self.OLD}@9") == place / "step-00000009"
+        assert find_checkpoint(root, self.OLD).path == place / "step-00000010"
+        assert find_checkpoint(root, f"{self.OLD}@9").path == place / "step-00000009"
 
     def test_under_an_output_directory(self, root, tmp_path):
         place = self.make(root, self.OLD, "step-00000003", output_dir=str(tmp_path / "out"))
-        assert find_checkpoint(root, self.OLD) == place / "step-00000003"
+        assert find_checkpoint(root, self.OLD).path == place / "step-00000003"
 
     def test_where_the_run_itself_said(self, root, tmp_path):
         place = self.make(root, self.OLD, "step-00000003", output_dir=str(tmp_path / "out"), last="step-00000003")
-        assert find_checkpoint(root, self.OLD) == place / "step-00000003"
+        assert find_checkpoint(root, self.OLD).path == place / "step-00000003"
 
     def test_last_passes_over_runs_without_one(self, root):
         place = self.make(root, self.OLD, "step-00000003")
         self.make(root, self.NEW)
-        assert find_checkpoint(root, "last") == place / "step-00000003"
+        assert find_checkpoint(root, "last").path == place / "step-00000003"
 
     @pytest.mark.parametrize(
         ("resume", "code"),

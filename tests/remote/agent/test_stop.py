@@ -40,8 +40,10 @@ def test_stop_writes_a_checkpoint_and_shows_its_progress(far):
     kinds = [event["kind"] for event in reply.events]
     assert "save_progress" in kinds
     assert reply.result["status"]["state"] == "stopped"
-    assert reply.result["message"].endswith("ended: stopped")
     record = ended(far)
+    kept = f"stopped at step {record.last_step}, checkpoint {record.last_checkpoint}"
+    assert reply.result["message"] == f"run {far.run.run_id} {kept}"
+    assert far.ok("stop")["message"] == f"run {far.run.run_id} was not running: {kept}"
     assert (record.result, record.by, record.code) == ("stopped", "tester", 0)
     assert record.last_checkpoint
     assert not Path(sockets).exists()

@@ -1,0 +1,38 @@
+"""The verb spec: what a run was started with, and the checkpoint that going on from it would take."""
+
+from __future__ import annotations
+
+from remote.agent.lifecycle import choose_run, no_such_run, readable
+from remote.agent.startplan import find_checkpoint
+from remote.agent.wire import Answer, Request
+from remote.protocol.codec import plain
+from remote.protocol.errors import preflight_error
+from remote.protocol.layout import RootLayout, RunLayout
+from remote.protocol.records import RunSpec
+
+
+def spec(request: Request, answer: Answer) -> None:
+    """Answer {"spec", "checkpoint", "step"} of `resume` (RUN, RUN@STEP or `last`), else {"spec"} of `run` ("": live or last).
+
+    Raises DflashError: 3 when there is no such run, 7 when it has no such checkpoint or its spec cannot be read.
+    """
+    root = RootLayout(request.root)
+    if resume := request.text("resume", ""):
+        found = find_checkpoint(root, resume)
+        answer.result({"spec": plain(_spec_of(found.run)), "checkpoint": str(found.path), "step": found.step})
+        return
+    run = choose_run(root, request.text("run", ""))
+    if run is None:
+        raise no_such_run(f"there is no run in {request.root}")
+    answer.result({"spec": plain(_spec_of(run))})
+
+
+def _spec_of(run: RunLayout) -> RunSpec:
+    spec, problem = readable(RunSpec, run, "spec.json")
+    if spec is None:
+        raise preflight_error(
+            f"run {run.run_id} does not tell its configuration",
+            cause=problem or f"{run.spec} is not there",
+            hint="name a configuration with --config FILE",
+        )
+    return spec

@@ -223,6 +223,12 @@ class Flag:
     default: Any
 
 
+def _flag_help(field: dataclasses.Field[Any]) -> str:
+    unit = f" [{field.metadata['unit']}]" if field.metadata["unit"] else ""
+    default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
+    return field.metadata["help"] + unit + (f" (default {default})" if default else "")
+
+
 def config_flags() -> list[Flag]:
     """Return every key as a flag, in order of declaration."""
     metavars = {"int": "N", "float": "X", "str": "TEXT"}
@@ -231,7 +237,7 @@ def config_flags() -> list[Flag]:
             key=field.name,
             name="--" + field.name.replace("_", "-"),
             metavar="|".join(field.metadata["choices"]) or metavars.get(str(field.type), "N,N,..."),
-            help=field.metadata["help"] + (f" [{field.metadata['unit']}]" if field.metadata["unit"] else ""),
+            help=_flag_help(field),
             group=field.metadata["group"],
             choices=field.metadata["choices"],
             default=field.default,
@@ -268,6 +274,21 @@ def parse_set(assignment: str) -> tuple[str, Any]:
             f"--set {assignment!r} is no assignment", cause="there is no '=' in it", hint="write --set key=value"
         )
     return key.strip().replace("-", "_"), coerce(key.strip().replace("-", "_"), text.strip(), "--set")
+
+
+PATH_KEYS = ("target_model", "data_dir", "output_dir", "resume")
+"""Keys that name a place on a disk."""
+
+
+def base_of_paths(file: Path) -> Path:
+    """Return what relative paths in a configuration file are relative to: its folder, or for a template its tree.
+
+    Not the shell's directory: a file must mean the same wherever the command is typed.
+    """
+    tree = file.absolute().parent.parent
+    return (
+        tree if file.absolute().parent == tree / "templates" and (tree / "trainer").is_dir() else file.absolute().parent
+    )
 
 
 def load_toml(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from remote.protocol.errors import preflight_error, usage_error
+from trainer.data import chat
+from trainer.data.dialects import conversation_of
+from trainer.data.jsonl import read_rows
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import Drafter
 from trainer.export import load_exported
@@ -25,6 +29,7 @@ from trainer.target.decode import Decoder, load_decoder
 from trainer.target.facts import TargetFacts, target_facts
 from trainer.target.load import load_tokenizer
 
+_PROMPT_FORMS = 'give humaneval, JSONL of {"prompt": "..."} rows, or JSON with a list of lists of token ids'
 HUMANEVAL_TASKS = range(0, 151, 10)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -142,22 +147,34 @@ def humaneval_prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
 
 def read_prompts(source: str, target_model: Path, vocab_size: int) -> list[list[int]]:
-    """Return the prompts of `humaneval` or of a JSON file with a list of lists of token ids.
+    """Return the prompts of `humaneval`, of a .jsonl file as `generate` takes it, or of a JSON list of lists of token ids.
 
     Raises:
         DflashError: no such file, another form, or a token outside the vocabulary (code 7).
     """
     if source == "humaneval":
         return humaneval_prompts(load_tokenizer(target_model))
+    if source.endswith((".jsonl", ".jsonl.gz")):
+        return chat_prompts(Path(source), target_model)
     try:
         prompts = json.loads(Path(source).read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
-        raise preflight_error(f"cannot read prompts from {source}", cause=str(problem)) from problem
+        raise preflight_error(f"cannot read prompts from {source}", cause=str(problem), hint=_PROMPT_FORMS) from problem
     if not (isinstance(prompts, list) and prompts and all(_is_prompt(prompt, vocab_size) for prompt in prompts)):
         raise preflight_error(
             f"{source} holds no prompts",
             cause=f"expected a JSON list of non-empty lists of token ids below {vocab_size}",
+            hint=_PROMPT_FORMS,
         )
+    return prompts
+
+
+def chat_prompts(path: Path, target_model: Path) -> list[list[int]]:
+    """Return the token ids of chat prompts, {"prompt": str} or {"messages": [...]} a line, through the target's template."""
+    tokenizer = chat.load_tokenizer(target_model)
+    prompts = [tokenizer.prompt_ids(conversation_of(row, path, number).messages) for number, row in read_rows(path)]
+    if not prompts:
+        raise preflight_error(f"{path} holds no prompts", cause="the file is empty", hint=_PROMPT_FORMS)
     return prompts
 
 
@@ -171,10 +188,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafter", type=Path, required=True, action="append", help="exported drafter; repeat to compare several"
     )
-    parser.add_argument("--prompts", default="humaneval", help="JSON list of lists of token ids, or humaneval")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="new tokens for each prompt")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="type of the computation")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda[:N]")
+    prompts_help = "humaneval (default: 16 of its tasks), JSONL of prompts, or JSON with lists of token ids"
+    parser.add_argument("--prompts", default="humaneval", help=prompts_help)
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="new tokens for each prompt (default 64)")
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPES), default="float32", help="of the computation (default float32)"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda[:N]")
     parser.add_argument("--json", type=Path, help="write figures and token ids to this file")
 
 
@@ -195,7 +215,10 @@ def run(arguments: argparse.Namespace) -> int:
         decoder = load_decoder(arguments.target_model, dtype=dtype, device=arguments.device, target_layer_ids=ids)
         prompts = read_prompts(arguments.prompts, arguments.target_model, decoder.target.facts.vocab_size)
         # Once for all drafters: it is the slowest part, one token a forward.
-        own = own or decoder.greedy(prompts, arguments.max_new_tokens)
+        if own is None:
+            _say(f"{len(prompts)} prompts, {arguments.max_new_tokens} new tokens each: the target alone ...")
+            own = decoder.greedy(prompts, arguments.max_new_tokens)
+        _say(f"{path}: drafting ...")
         evaluation = evaluate(decoder, drafter, prompts, arguments.max_new_tokens, target_outputs=own)
         print(f"{path}: acceptance {evaluation.acceptance:.3f} ({_summary(evaluation)})")
         report.append({"drafter": str(path.resolve())} | evaluation.to_json())
@@ -204,6 +227,10 @@ def run(arguments: argparse.Namespace) -> int:
         document = {"schema": 1, "target_model": str(arguments.target_model.resolve())} | settings
         arguments.json.write_text(json.dumps(document | {"drafters": report}) + "\n", encoding="utf-8")
     return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _check_pair(path: Path, config: DrafterConfig, facts: TargetFacts) -> None:

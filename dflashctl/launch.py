@@ -2,22 +2,67 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from typing import Any
 
 from dflashctl.agent_client import StartRequest
-from dflashctl.console import OUT
+from dflashctl.console import ERR, OUT, harmless
 from dflashctl.errors import ConnectionLost
+from dflashctl.results import Resumed
 from dflashctl.session import Session, operator
 from dflashctl.talk import Talk
 from dflashctl.training import Training
 from dflashctl.views import first_step_line, status_lines
 from remote.protocol import events
 from remote.protocol.codec import dumps
+from remote.protocol.errors import DflashError, ExitCode
 from remote.protocol.layout import new_run_id
 from remote.protocol.records import Lifecycle, RunSpec, RunStatus
 
 # A lost connection is asked again under the same run id: it becomes a query, never a second run.
 _RETRY_PAUSES = (0.5, 1.0, 2.0, 4.0)
+# Errors of a run that was launched: it crashed before its first step, or shows no sign of progress.
+_LAUNCHED = (ExitCode.CRASHED_AT_START, ExitCode.NOT_READY)
+
+
+def read_resume(session: Session, resume: str) -> Resumed:
+    """Ask which checkpoint `resume` means, and say it. Raises DflashError: 3 for no such run, 7 for no checkpoint."""
+    resumed = session.client.spec(resume)
+    ERR.line(harmless(f"resuming run {resumed.spec.run_id} at step {resumed.step}, checkpoint {resumed.checkpoint}"))
+    return resumed
+
+
+class Launch:
+    """Passes the events of a start on to `talk` and notes when the far end has made the run: not before is its id shown.
+
+    `remember` is the configuration file that the next start at this destination is to use, "" for none.
+    """
+
+    def __init__(self, session: Session, request: StartRequest, talk: Talk, *, remember: str = "") -> None:
+        self._session = session
+        self._request = request
+        self._talk = talk
+        self._remember = remember
+        self._noted = False
+
+    def __call__(self, data: dict[str, Any]) -> None:
+        """Take one event frame."""
+        if (data.get("kind"), data.get("role"), data.get("phase")) == (events.Phase.kind, "agent", "launched"):
+            self.note()
+        else:
+            self._talk(data)
+
+    def note(self) -> None:
+        """Say that there is a run, and remember what it was started with; once, for a retry is told again."""
+        if self._noted:
+            return
+        self._noted = True
+        how = f"resumed from {self._request.resume}" if self._request.resume else "fresh"
+        self._talk.say(f"run {self._request.spec.run_id} on {self._session.label}, {how}")
+        if self._remember:
+            known = dataclasses.replace(self._session.destination(), config=self._remember)
+            self._session.store.remember(known, make_current=False)
 
 
 def make_spec(session: Session, training: Training, *, name: str, note: str) -> RunSpec:
@@ -43,15 +88,27 @@ def make_spec(session: Session, training: Training, *, name: str, note: str) -> 
     )
 
 
-def start_run(session: Session, request: StartRequest, talk: Talk) -> RunStatus:
+def start_run(session: Session, request: StartRequest, talk: Talk, launch: Launch) -> RunStatus:
     """Start the run of `request`, or ask after it when the connection broke; return it at its first step or end."""
+    try:
+        status = _ask_until_answered(session, request, talk, launch)
+    except DflashError as error:
+        # A release from before the event `launched` tells it by its answer alone.
+        if error.code in _LAUNCHED:
+            launch.note()
+        raise
+    launch.note()
+    return status
+
+
+def _ask_until_answered(session: Session, request: StartRequest, talk: Talk, launch: Launch) -> RunStatus:
     for pause in _RETRY_PAUSES:
         try:
-            return session.client.start(request, talk)
+            return session.client.start(request, launch)
         except ConnectionLost as error:
             talk.say(f"{error.error} ({error.cause}); asking again")
             time.sleep(pause)
-    return session.client.start(request, talk)
+    return session.client.start(request, launch)
 
 
 def show_started(status: RunStatus, talk: Talk, session: Session, as_json: bool) -> None:

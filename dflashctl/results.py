@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from dflashctl.errors import NoAnswer
 from remote.protocol.codec import from_plain
-from remote.protocol.records import ExitRecord, RunStatus
+from remote.protocol.records import ExitRecord, RunSpec, RunStatus
 
 R = TypeVar("R")
 
@@ -29,6 +29,20 @@ class Started:
     """`start`: the run at its first step, or at its end."""
 
     status: RunStatus
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """`spec` of a checkpoint: the spec of the run that wrote it, its directory, the last step it contains."""
+
+    spec: RunSpec
+    checkpoint: str = ""
+    step: int = 0
+
+    @property
+    def name(self) -> str:
+        """RUN@STEP: this very checkpoint, whatever is saved meanwhile."""
+        return f"{self.spec.run_id}@{self.step}"
 
 
 @dataclass(frozen=True)

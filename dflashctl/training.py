@@ -11,6 +11,7 @@ from dflashctl.destinations import Destination
 from dflashctl.settings import Settings
 from dflashctl.source import Source, is_source
 from remote.protocol.errors import usage_error
+from remote.protocol.records import RunSpec
 from trainer.config import TrainConfig, coerce, config_flags, load_toml, parse_set, unknown_key
 
 PRESET_LOCAL = "demo.toml"
@@ -20,12 +21,28 @@ _PATHS = ("target_model", "data_dir", "output_dir", "resume")
 
 @dataclass(frozen=True)
 class Training:
-    """A validated configuration, the origin of every key that is not a default, and the file it began with."""
+    """A validated configuration, the origin of every key that is not a default, and what it began with: a file or a run."""
 
     config: TrainConfig
     origins: Mapping[str, str]
-    file: Path
-    file_origin: str
+    base: str
+    base_origin: str
+
+
+@dataclass(frozen=True)
+class Typed:
+    """One key as the command line sets it."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+def typed_values(flags: Mapping[str, str | None], assignments: Sequence[str]) -> list[Typed]:
+    """Return what `--set` and then the flags set, checked. Raises usage errors of trainer.config."""
+    typed = [Typed(key, value, f"--set {key}") for key, value in map(parse_set, assignments)]
+    given = [(key, text) for key, text in flags.items() if text is not None]
+    return typed + [Typed(key, coerce(key, text), f"--{key.replace('_', '-')}") for key, text in given]
 
 
 def choose_file(settings: Settings, remembered: Destination | None, source: Source) -> tuple[Path, str]:
@@ -42,47 +59,52 @@ def resolve_training(
     settings: Settings,
     remembered: Destination | None,
     source: Source,
-    flags: Mapping[str, str | None],
-    assignments: Sequence[str],
+    typed: Sequence[Typed],
+    resumed: RunSpec | None = None,
 ) -> Training:
-    """Put file, `--set` and flags together, the later ones on top. Raises usage errors of trainer.config."""
-    # The command line first: what is wrong with it is said even where the file is missing.
-    typed = [(key, value, f"--set {key}") for key, value in map(parse_set, assignments)]
-    typed += [(key, coerce(key, text), f"--{key.replace('_', '-')}") for key, text in flags.items() if text is not None]
-    path, file_origin = choose_file(settings, remembered, source)
-    values, origins = _file_values(path)
-    for key, value, origin in typed:
-        values[key], origins[key] = value, origin
+    """Put `typed` on top of the run that is resumed, else of the file. Raises usage errors of trainer.config."""
+    if resumed is not None:
+        base, base_origin = f"run {resumed.run_id}", "the run that is resumed"
+        # Which checkpoint that run itself began with is its own past.
+        values = {key: value for key, value in resumed.config.items() if key != "resume"}
+        folder = Path.cwd()
+    else:
+        path, base_origin = choose_file(settings, remembered, source)
+        base, values, folder = str(path), load_toml(path), _folder_meant(path)
+    _refuse_unknown(values, base)
+    origins = dict.fromkeys(values, base)
+    for each in typed:
+        values[each.key], origins[each.key] = each.value, each.origin
     if settings["host"] == "local":
-        _make_absolute(values, origins, path)
+        _make_absolute(values, {key: folder for key, origin in origins.items() if origin == base})
     else:
         _refuse_relative(values, origins)
-    config = TrainConfig.from_mapping(values, "the configuration")
-    return Training(config, origins, path, file_origin)
+    return Training(TrainConfig.from_mapping(values, "the configuration"), origins, base, base_origin)
 
 
-def _file_values(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    values = load_toml(path)
+def _refuse_unknown(values: Mapping[str, Any], origin: str) -> None:
     # Here and not in from_mapping: there the origin of a single key is no longer known.
     known = {flag.key for flag in config_flags()}
     for key in values:
         if key not in known:
-            raise unknown_key(key, str(path))
-    return values, dict.fromkeys(values, str(path))
+            raise unknown_key(key, origin)
 
 
-def _make_absolute(values: dict[str, Any], origins: Mapping[str, str], file: Path) -> None:
+def _folder_meant(file: Path) -> Path:
+    """Return what relative paths in a file are relative to: its folder, or for a template the tree it belongs to."""
+    tree = file.parent.parent
+    return tree if file.parent.name == "templates" and is_source(tree) else file.parent
+
+
+def _make_absolute(values: dict[str, Any], folders: Mapping[str, Path]) -> None:
     """Resolve relative paths, for the trainer runs in its run's directory, not in the shell's.
 
-    In a file they mean a place beside it, wherever the command is typed; in a template, a place in the tree it belongs to.
+    `folders` has the base of the keys that were not typed: a file means the same wherever the command is typed.
     """
-    tree = file.parent.parent
-    base = tree if file.parent.name == "templates" and is_source(tree) else file.parent
     for key in _PATHS:
         text = values.get(key)
         if isinstance(text, str) and text:
-            from_file = origins[key] == str(file)
-            values[key] = str((base if from_file else Path.cwd()) / Path(text).expanduser())
+            values[key] = str(folders.get(key, Path.cwd()) / Path(text).expanduser())
 
 
 def _refuse_relative(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:

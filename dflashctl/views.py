@@ -152,7 +152,7 @@ def plan_lines(training: Training, out: Stream) -> list[str]:
             groups.setdefault(flag.group, []).append(f"{flag.key}={text}*")
         elif text:
             groups.setdefault(flag.group, []).append(f"{flag.key}={text}")
-    lines = [f"configuration: {training.file} ({training.file_origin}); * differs from the default"]
+    lines = [f"configuration: {training.base} ({training.base_origin}); * differs from the default"]
     for group, pairs in groups.items():
         for index, line in enumerate(wrapped(pairs, width() - 15)):
             words = " ".join(out.style(word, "bold") if word.endswith("*") else word for word in line)

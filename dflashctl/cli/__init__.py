@@ -88,11 +88,13 @@ def _find_verb(arguments: list[str]) -> tuple[VerbInfo, list[str]]:
         words = verb.name.split()
         if arguments[: len(words)] == words:
             return verb, arguments[len(words) :]
+        # `config --help`: of a verb of two words there is one page, so its first word alone has it too.
+        if arguments[0] == words[0] and arguments[1:2] in (["--help"], ["-h"]):
+            return verb, arguments[1:]
     names = [verb.name for verb in VERBS]
     word = arguments[0]
-    near = [name for name in names if name.split()[0] == word] or difflib.get_close_matches(
-        word, names, n=1, cutoff=0.5
-    )
+    # A word that was not typed to its end means the verb that begins so; likeness alone takes `stat` for `start`.
+    near = [name for name in names if name.startswith(word)] or difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     raise usage_error(
         f"no such {'option' if word.startswith('-') else 'verb'}: {word}",
         cause="a command line begins with a verb",

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflashctl.cli.options import Common, command
+from dflashctl.cli.options import Common, add_parameters, command
+from dflashctl.cli.trainingflags import training_parameters
 from dflashctl.console import OUT
 from remote.protocol.codec import dumps
 
 if TYPE_CHECKING:
     from dflashctl.session import Session
     from dflashctl.training import Training
+
+
+_UNSET = {"root": "(the far end's default)"}
 
 
 @command
@@ -26,18 +30,22 @@ def verb(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one key; may be repeated.")
     ] = None,
     origin: Annotated[bool, typer.Option("--origin", help="Say where each value came from.")] = False,
+    **training_flags: str | None,
 ) -> int:
-    """Show settings and training configuration, resolved as `start` would."""
+    """Show settings and training configuration, resolved as `start` would with the same flags."""
     from dflashctl.session import Session
-    from dflashctl.training import resolve_training
+    from dflashctl.training import resolve_training, typed_values
     from dflashctl.views import plan_lines, table
 
     session = Session.open(common.flags() | {"config": config}, verbose=common.verbose)
-    training = resolve_training(session.settings, session.remembered, session.deployed_source, {}, assignments or [])
+    typed = typed_values(training_flags, assignments or [])
+    training = resolve_training(session.settings, session.remembered, session.deployed_source, typed)
     settings = _settings(session)
     if common.as_json:
         OUT.line(dumps(_as_json(settings, training)))
         return 0
+    # Shown, not stored: an empty cell would look like a value that got lost.
+    settings = [(key, text or _UNSET.get(key, ""), where) for key, text, where in settings]
     heading = ("setting", "value", "from") if origin else ("setting", "value")
     for line in table(heading, [row[: len(heading)] for row in settings], OUT):
         OUT.line(line)
@@ -72,5 +80,8 @@ def _as_json(settings: list[tuple[str, str, str]], training: Training) -> Mappin
             key: {"value": value, "origin": training.origins.get(key, "default")}
             for key, value in training.config.to_dict().items()
         },
-        "config_file": {"value": str(training.file), "origin": training.file_origin},
+        "config_file": {"value": training.base, "origin": training.base_origin},
     }
+
+
+add_parameters(verb, training_parameters())

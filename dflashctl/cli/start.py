@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from dflashctl.cli.options import Common, add_parameters, command
-from trainer.config import config_flags
+from dflashctl.cli.trainingflags import training_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,35 +40,35 @@ class StartOptions:
 def verb(common: Common, options: StartOptions, **training_flags: str | None) -> int:
     """Start a run; return when its first step is trained.
 
-    Every key of the training configuration is a flag. Without --config it is the configuration used last at this
-    destination, else a preset. The run goes on without this command: Ctrl-C only stops watching.
+    Every key of the training configuration is a flag. Without --config they change the configuration of the run that
+    --resume goes on from, else the one used last at this destination, else a preset. The run goes on without this
+    command: Ctrl-C only stops watching.
     """
     from dflashctl.agent_client import StartRequest
     from dflashctl.console import ERR
-    from dflashctl.launch import make_spec, show_started, start_run
+    from dflashctl.launch import Launch, make_spec, read_resume, show_started, start_run
     from dflashctl.session import Session
     from dflashctl.talk import Talk
-    from dflashctl.training import resolve_training
+    from dflashctl.training import resolve_training, typed_values
     from dflashctl.views import plan_lines
     from remote.protocol.errors import ExitCode
     from remote.protocol.records import Lifecycle
 
     session = Session.open(common.flags() | {"config": options.config, "limit": options.limit}, verbose=common.verbose)
-    training = resolve_training(
-        session.settings, session.remembered, session.deployed_source, training_flags, options.assignments or []
-    )
+    # Before any contact: what is wrong with the command line is said first.
+    typed = typed_values(training_flags, options.assignments or [])
+    resumed = read_resume(session, options.resume) if options.resume else None
+    base = resumed.spec if resumed is not None and options.config is None else None
+    training = resolve_training(session.settings, session.remembered, session.deployed_source, typed, base)
     for line in plan_lines(training, ERR):
         ERR.line(line)
     spec = make_spec(session, training, name=options.name, note=options.note)
-    ERR.line(f"run {spec.run_id} on {session.label}, {f'resumed from {options.resume}' if options.resume else 'fresh'}")
-    if options.config is not None:
-        # Before the launch: whatever becomes of it, a start without --config is to try the same again.
-        known = dataclasses.replace(session.destination(), config=str(training.file))
-        session.store.remember(known, make_current=False)
-    request = StartRequest(spec, session.settings.seconds("limit"), options.resume, options.wait_gpus)
+    resume = "" if resumed is None else resumed.name
+    request = StartRequest(spec, session.settings.seconds("limit"), resume, options.wait_gpus)
     talk = Talk()
+    launch = Launch(session, request, talk, remember=training.base if options.config is not None else "")
     try:
-        status = session.here(start_run(session, request, talk))
+        status = session.here(start_run(session, request, talk, launch))
     except KeyboardInterrupt:
         ERR.line(f"\ndetached; what was launched goes on: `dflashctl status --run {spec.run_id}`, `dflashctl logs -f`")
         return int(ExitCode.INTERRUPTED)
@@ -77,23 +76,4 @@ def verb(common: Common, options: StartOptions, **training_flags: str | None) ->
     return int(ExitCode.FAILED if status.state in (Lifecycle.FAILED, Lifecycle.LOST) else ExitCode.OK)
 
 
-def _training_parameters() -> list[inspect.Parameter]:
-    """Return one parameter a key of the training configuration, all text: trainer.config checks and converts them."""
-    # `resume` names a checkpoint directory there; here --resume names a run, and the agent finds the directory.
-    return [
-        inspect.Parameter(
-            flag.key,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[str | None, _training_option(flag.name, flag.metavar, flag.help, flag.group)],
-        )
-        for flag in config_flags()
-        if flag.key != "resume"
-    ]
-
-
-def _training_option(name: str, metavar: str, help: str, group: str) -> Any:
-    return typer.Option(name, metavar=metavar, help=help, rich_help_panel=f"Training: {group}")
-
-
-add_parameters(verb, _training_parameters())
+add_parameters(verb, training_parameters())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 from farend import HELLO, far_end
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from dflashctl.agent_client import AgentClient, StartRequest
 from dflashctl.errors import ConnectionLost
-from dflashctl.launch import make_spec, show_started, start_run
+from dflashctl.launch import Launch, make_spec, show_started, start_run
 from dflashctl.session import Session
 from dflashctl.talk import Talk
 from dflashctl.training import Training
@@ -33,7 +34,7 @@ def session(tmp_path):
 
 
 def training_of(**values):
-    return Training(TrainConfig.from_mapping(values), {}, Path("/c.toml"), "test")
+    return Training(TrainConfig.from_mapping(values), {}, "/c.toml", "test")
 
 
 @pytest.mark.parametrize(
@@ -86,9 +87,14 @@ def request_for(session):
     return StartRequest(make_spec(session, training_of(device="cpu"), name="", note=""), 5.0)
 
 
+def launch(session, request, remember=""):
+    talk = Talk()
+    return start_run(session, request, talk, Launch(session, request, talk, remember=remember))
+
+
 def test_a_lost_connection_asks_again_for_the_same_run(session):
     far, request = Far(session, 2), request_for(session)
-    assert start_run(session, request, Talk()).run_id == request.spec.run_id
+    assert launch(session, request).run_id == request.spec.run_id
     assert [sent["spec"]["run_id"] for sent in far.requests] == [request.spec.run_id] * 3
     assert far.requests[0] == far.requests[2]
 
@@ -96,15 +102,53 @@ def test_a_lost_connection_asks_again_for_the_same_run(session):
 def test_it_gives_up_in_the_end(session):
     far = Far(session, 99)
     with pytest.raises(ConnectionLost):
-        start_run(session, request_for(session), Talk())
+        launch(session, request_for(session))
     assert len(far.requests) == 4
 
 
 def test_what_the_agent_says_is_not_asked_again(session):
     far = Far(session, 0, DflashError("a run is already there", code=ExitCode.ALREADY_RUNNING))
     with pytest.raises(DflashError, match="already there"):
-        start_run(session, request_for(session), Talk())
+        launch(session, request_for(session))
     assert len(far.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "launched"),
+    [
+        (None, True),
+        (DflashError("it crashed", code=ExitCode.CRASHED_AT_START), True),
+        (DflashError("not ready", code=ExitCode.NOT_READY), True),
+        (DflashError("no model", code=ExitCode.PREFLIGHT), False),
+        (DflashError("it runs", code=ExitCode.ALREADY_RUNNING), False),
+    ],
+)
+def test_a_release_without_the_event_launched_tells_by_its_answer(session, capsys, error, launched):
+    Far(session, 0, error)
+    request = request_for(session)
+    with pytest.raises(DflashError) if error else contextlib.nullcontext():
+        launch(session, request, remember="/c.toml")
+    assert (f"run {request.spec.run_id} on local, fresh" in capsys.readouterr().err) is launched
+    remembered = session.store.get("local", "")
+    assert (remembered is not None and remembered.config == "/c.toml") is launched
+
+
+def test_the_launch_is_told_once_however_often_it_is_heard(session, capsys):
+    request, talk = request_for(session), Talk()
+    heard = Launch(session, request, talk)
+    phase = ev.Phase(time=0.0, rank=0, role="agent", phase="launched")
+    for event in (
+        phase,
+        phase,
+        dataclasses.replace(phase, phase="preflight"),
+        dataclasses.replace(phase, role="leader"),
+    ):
+        heard({"kind": event.kind, **plain(event)})
+    said = capsys.readouterr().err
+    assert said.count("on local, fresh") == 1
+    assert "preflight" in said
+    assert "leader: launched" in said
+    assert session.store.get("local", "") is None
 
 
 @given(st.text(), st.text())
@@ -113,7 +157,7 @@ def test_any_name_and_note_arrive_unchanged(tmp_path_factory, name, note):
     session = Session.open({}, environment={"DFLASHCTL_HOME": str(directory)}, directory=directory)
     far = Far(session, 0)
     spec = make_spec(session, training_of(device="cpu"), name=name, note=note)
-    start_run(session, StartRequest(spec, 5.0), Talk())
+    launch(session, StartRequest(spec, 5.0))
     assert from_plain(RunSpec, far.requests[0]["spec"]) == spec
 
 

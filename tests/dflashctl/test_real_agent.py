@@ -101,6 +101,10 @@ def test_each_short_verb_is_one_remote_call(far):
     assert client.calls == 3
     assert client.stop(run.run_id, now=False, grace=5.0, by="me", on_event=quiet).status.state == "stopped"
     assert client.calls == 4
+    resumed = client.spec("last")
+    assert client.calls == 5
+    assert (resumed.spec.run_id, resumed.name) == (run.run_id, f"{run.run_id}@{resumed.step}")
+    assert resumed.checkpoint == client.status().last_checkpoint
     assert [entry.run_id for entry in client.runs(5)] == [run.run_id]
     assert client.releases().current == far.release.id
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dflashctl.destinations import Destination
 from dflashctl.settings import resolve
 from dflashctl.source import Source
-from dflashctl.training import choose_file, resolve_training
+from dflashctl.training import choose_file, resolve_training, typed_values
+from remote.protocol.codec import dumps, from_plain, loads_object, plain
 from remote.protocol.errors import DflashError, ExitCode
+from remote.protocol.records import RunSpec
+from trainer.config import TrainConfig
 
 
 @pytest.fixture
@@ -23,9 +30,10 @@ def world(tmp_path, monkeypatch):
     directory.mkdir()
     monkeypatch.chdir(directory)
 
-    def run(host="local", config=None, remembered=None, flags=None, assignments=()):
+    def run(host="local", config=None, remembered=None, flags=None, assignments=(), resumed=None):
         settings = resolve({"host": host, "config": config}, {}, None, tmp_path / "none")
-        return resolve_training(settings, remembered, Source(tmp_path, "test"), flags or {}, assignments)
+        typed = typed_values(flags or {}, assignments)
+        return resolve_training(settings, remembered, Source(tmp_path, "test"), typed, resumed)
 
     run.directory = tmp_path
     return run
@@ -34,7 +42,7 @@ def world(tmp_path, monkeypatch):
 def test_the_preset_depends_on_the_destination(world):
     assert world().config.lr == 0.5
     assert world(host="10.1.2.6").config.lr == 0.25
-    assert world().file_origin == "preset"
+    assert world().base_origin == "preset"
 
 
 def test_a_file_beats_the_remembered_one_beats_the_preset(world):
@@ -54,6 +62,42 @@ def test_flags_beat_set_beats_the_file_and_origins_say_so(world):
     assert training.origins["seed"] == "--seed"
     assert "epochs" not in training.origins
     assert training.origins["data_dir"].endswith("run.toml")
+
+
+def spec_of(**values):
+    return RunSpec("20260101-000000-abcdef", (), {}, ("cpu",), config=TrainConfig.from_mapping(values).to_dict())
+
+
+def test_a_resumed_run_begins_with_its_own_configuration_whatever_the_files_say(world):
+    resumed = spec_of(max_steps=40, lr=0.3, seed=5, resume="/old/step-00000003")
+    remembered = Destination(config=str(world.directory / "gone.toml"))
+    training = world(remembered=remembered, resumed=resumed, flags={"seed": "9"}, assignments=["epochs=2"])
+    config = training.config
+    assert (config.max_steps, config.lr, config.seed, config.epochs, config.resume) == (40, 0.3, 9, 2, "")
+    assert training.base == "run 20260101-000000-abcdef"
+    assert (training.origins["lr"], training.origins["seed"]) == (training.base, "--seed")
+    assert world(host="h", resumed=spec_of(data_dir="/there")).config.data_dir == "/there"
+
+
+def test_a_key_that_this_version_no_longer_has_names_the_run(world):
+    resumed = spec_of()
+    resumed.config["warp"] = 9
+    with pytest.raises(DflashError) as caught:
+        world(resumed=resumed)
+    assert "run 20260101-000000-abcdef sets it" in caught.value.cause
+
+
+@given(
+    max_steps=st.integers(0, 10**6), lr=st.floats(1e-9, 1.0), gpus=st.lists(st.integers(0, 63), min_size=2, unique=True)
+)
+def test_any_configuration_comes_back_from_a_run_as_it_was(max_steps, lr, gpus):
+    config = TrainConfig.from_mapping(
+        {"max_steps": max_steps, "lr": lr, "target_gpus": gpus[:-1], "drafter_gpus": gpus[-1:]}
+    )
+    spec = RunSpec("20260101-000000-abcdef", (), {}, (), config=config.to_dict())
+    spec = from_plain(RunSpec, loads_object(dumps(plain(spec))))
+    settings = resolve({"host": "h"}, {}, None, Path("/nonexistent"))
+    assert resolve_training(settings, None, Source(Path("/"), ""), [], spec).config == config
 
 
 def test_relative_paths_of_a_local_run_become_absolute(world):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -110,7 +109,7 @@ def test_the_table_of_runs_is_aligned():
 def test_the_plan_shows_every_key_and_marks_what_differs(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     config = TrainConfig.from_mapping({"lr": 0.5, "target_model": "/m", "target_gpus": [0, 1], "drafter_gpus": [2]})
-    lines = plan_lines(Training(config, {}, Path("/c.toml"), "--config"), OUT)
+    lines = plan_lines(Training(config, {}, "/c.toml", "--config"), OUT)
     text = " ".join(lines)
     empty = {flag.key for flag in config_flags() if config.to_dict()[flag.key] in ("", [])}
     assert [flag.key for flag in config_flags() if f" {flag.key}=" not in text and flag.key not in empty] == []

@@ -55,16 +55,28 @@ def test_the_main_page_names_every_verb_and_the_four_commands(capsys):
     assert command_line.run(["--version"]) == 0
 
 
-def test_every_training_key_is_a_flag_of_start(capsys):
-    assert command_line.run(["start", "--help"]) == 0
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_the_first_word_of_config_show_has_its_page(capsys, word):
+    assert command_line.run(["config", word]) == 0
+    assert "Usage: dflashctl config show" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["start", "config show"])
+def test_every_training_key_is_a_flag(capsys, verb):
+    assert command_line.run([*verb.split(), "--help"]) == 0
     page = capsys.readouterr().out
-    assert [flag.name for flag in config_flags() if f"{flag.name} " not in page] == []
+    missing = [flag.name for flag in config_flags() if f"{flag.name} " not in page]
+    # A run to go on from is a matter of `start` alone.
+    assert missing == ([] if verb == "start" else ["--resume"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["stattus"], ["no such verb: stattus", "dflashctl status"]),
+        (["stat"], ["no such verb: stat", "did you mean `dflashctl status`?"]),
+        (["strat"], ["did you mean `dflashctl start`?"]),
+        (["conf", "--help"], ["did you mean `dflashctl config show`?"]),
         (["config"], ["dflashctl config show"]),
         (["--jsn"], ["no such option: --jsn"]),
         (["status", "--jsn"], ["no such option: --jsn", "did you mean --json?"]),
@@ -141,4 +153,6 @@ def test_a_bare_resume_means_the_last_run(cli, make_tree):
     assert "no such option: --source" in done.stderr
     (cli.directory / "dflashctl.toml").write_text(f'source = "{make_tree()}"\nroot = "{cli.root}"\n')
     for arguments in (["--resume", "--name", "n"], ["--name", "n", "--resume"]):
-        assert "resumed from last" in cli("start", *arguments).stderr
+        done = cli("start", *arguments)
+        assert done.returncode == ExitCode.NO_RUN
+        assert f"no run in {cli.root}/runs has a checkpoint" in done.stderr

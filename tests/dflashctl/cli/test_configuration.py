@@ -77,10 +77,10 @@ def test_the_plan_and_the_flags_origin_are_shown_before_anything_is_launched(cli
     done = cli("start", "--lr", "0.25", "--name", "x")
     lines = done.stderr.splitlines()
     plan = next(index for index, line in enumerate(lines) if line.startswith("configuration: "))
-    begun = next(index for index, line in enumerate(lines) if line.startswith("run "))
+    begun = next(index for index, line in enumerate(lines) if " s  run " in line)
     assert plan < begun
     assert any("lr=0.25*" in line for line in lines[plan:begun])
-    assert begun - plan < 24
+    assert begun - plan < 26
 
 
 def test_a_configuration_that_cannot_be_is_refused_before_a_run_exists(cli, start):
@@ -114,7 +114,11 @@ def test_a_resumed_start_names_the_checkpoint_in_spec_and_status(cli, standin_tr
     checkpoint = json.loads(cli("status", "--json").stdout)["last_checkpoint"]
     assert checkpoint
     resumed = cli("start", "--resume")
-    assert "resumed from last" in resumed.stderr
+    step = int(checkpoint.rpartition("-")[2])
+    said = resumed.stderr.splitlines()
+    assert said[0] == f"resuming run {first['run_id']} at step {step}, checkpoint {checkpoint}"
+    assert said[1].startswith(f"configuration: run {first['run_id']} (")
+    assert any(line.endswith(f"resumed from {first['run_id']}@{step}") for line in said)
     status = json.loads(cli("status", "--json").stdout)
     assert status["run_id"] != first["run_id"]
     assert status["resumed_from"] == checkpoint
@@ -124,6 +128,69 @@ def test_a_resumed_start_names_the_checkpoint_in_spec_and_status(cli, standin_tr
     fresh = cli("start")
     assert ", fresh" in fresh.stderr
     assert json.loads(cli("status", "--json").stdout)["resumed_from"] == ""
+
+
+def test_a_resumed_start_takes_its_runs_own_flags_and_typed_ones_on_top(cli, standin_tree):
+    where = ("--host", "local", "--root", str(cli.root), "--python", sys.executable)
+    assert cli("deploy", *where, "--source", str(standin_tree("--steps", "200", "--pause", "0.02"))).returncode == 0
+    mine = toml(cli.directory / "mine.toml", 0.4)
+    assert cli("start", "--config", mine, "--max-steps", "40", "--set", "seed=5").returncode == 0
+    stopped = cli("stop").stdout.splitlines()[-1]
+    assert f", checkpoint {cli.root}" in stopped
+
+    def resumed(*arguments, **environment):
+        done = cli("start", "--resume", *arguments, **environment)
+        assert done.returncode == 0, done.stderr
+        assert cli("stop", "--now").returncode == 0
+        config = json.loads(cli.run_layout().config.read_text())
+        return config["lr"], config["max_steps"], config["seed"]
+
+    first = cli.run_layout().run_id
+    # Neither the remembered file nor one that a variable names: they are not what the run was started with.
+    other = toml(cli.directory / "other.toml", 0.1)
+    assert resumed(DFLASHCTL_CONFIG=other) == (0.4, 40, 5)
+    assert resumed(first, "--seed", "6", "--set", "max_steps=41") == (0.4, 41, 6)
+    assert resumed(first, "--config", other)[:2] == (0.1, 0)
+    refused = cli("start", "--resume", "--seed", "many", "-v")
+    assert (refused.returncode, "> local" in refused.stderr) == (ExitCode.USAGE, False)
+
+
+@pytest.mark.parametrize(
+    ("switches", "preflight", "arguments", "code", "launched"),
+    [
+        ((), "{}", ("--epochs", "0"), ExitCode.USAGE, False),
+        ((), '{"error": "no model", "code": 7}', (), ExitCode.PREFLIGHT, False),
+        (("--crash",), "{}", (), ExitCode.CRASHED_AT_START, True),
+        (("--silent",), "{}", ("--limit", "1"), ExitCode.NOT_READY, True),
+    ],
+)
+def test_only_what_was_launched_is_remembered_and_named(
+    cli, standin_tree, switches, preflight, arguments, code, launched
+):
+    where = ("--host", "local", "--root", str(cli.root), "--python", sys.executable)
+    tree = standin_tree(*switches, preflight=preflight)
+    assert cli("deploy", *where, "--source", str(tree)).returncode == 0
+    done = cli("start", "--config", toml(cli.directory / "mine.toml", 0.4), *arguments)
+    assert done.returncode == code, done.stderr
+    assert (" on local, fresh" in done.stderr) is launched
+    ((entry),) = json.loads((cli.home / "destinations.json").read_text())["known"]
+    assert entry["config"].endswith("mine.toml") is launched
+
+
+def test_config_show_previews_what_start_would_do_with_the_same_flags(cli, start):
+    flags = ("--lr", "0.25", "--set", "seed=5", "--target-gpus", "0,1", "--drafter-gpus", "2")
+    shown = json.loads(cli("config", "show", "--json", *flags).stdout)["training"]
+    assert {key: entry["value"] for key, entry in shown.items()} | {"resume": ""} == start(*flags) | {"resume": ""}
+    assert shown["lr"]["origin"] == "--lr"
+    assert "lr=0.25*" in cli("config", "show", *flags).stdout
+    assert cli("config", "show", "--lr", "fast").returncode == ExitCode.USAGE
+
+
+def test_config_show_names_the_place_that_the_far_end_chooses(cli, make_tree):
+    (cli.directory / "dflashctl.toml").write_text(f'source = "{make_tree()}"\n')
+    rows = {line.split()[0]: line for line in cli("config", "show").stdout.splitlines() if line}
+    assert rows["root"].endswith("(the far end's default)")
+    assert json.loads(cli("config", "show", "--json").stdout)["settings"]["root"]["value"] == ""
 
 
 def test_the_user_file_lies_in_home_and_the_project_file_beats_it(cli, make_tree):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def test_the_four_commands_as_they_stand_in_the_readme(cli, standin_tree):
     assert "run_started" in following.stdout.readline()
     stopped = cli.process("stop")
     assert stopped.returncode == 0, stopped.stderr
-    assert "stopped" in stopped.stdout
+    assert re.fullmatch(r"run \S+ stopped at step \d+, checkpoint /\S+", stopped.stdout.splitlines()[-1])
     assert "checkpoint of step" in stopped.stderr
     rest, _ = following.communicate(timeout=20)
     assert following.returncode == ExitCode.OK
@@ -91,6 +92,9 @@ def test_a_second_start_is_refused_and_names_the_first(cli, standin_tree):
     assert second.returncode == ExitCode.ALREADY_RUNNING
     assert first["run_id"] in json.loads(second.stdout)["cause"]
     assert second.stderr.count("error: ") == 1
+    # The plan may be shown, but a run that never was has no id.
+    assert "configuration: " in second.stderr
+    assert " on local, fresh" not in second.stderr
     assert len(list((cli.root / "runs").iterdir())) == 1
 
 
@@ -273,3 +277,18 @@ def test_stop_now_writes_no_checkpoint(cli, standin_tree):
     stopped = json.loads(cli("stop", "--now", "--json").stdout)
     assert stopped["status"]["state"] == "stopped"
     assert stopped["status"]["last_checkpoint"] == ""
+    assert re.fullmatch(r"run \S+ stopped at step \d+, no checkpoint", stopped["message"])
+
+
+def test_stop_where_nothing_ever_ran(cli, standin_tree):
+    deploy(cli, standin_tree())
+    assert cli("stop").returncode == ExitCode.NO_RUN
+
+
+def test_rollback_with_one_release_and_with_none(cli, standin_tree):
+    none = cli("rollback", "--root", str(cli.root))
+    assert (none.returncode, "error: nothing is deployed there" in none.stderr) == (ExitCode.PREFLIGHT, True)
+    release = json.loads(deploy(cli, standin_tree(), "--json").stdout)["release"]
+    one = cli("rollback")
+    assert one.returncode == ExitCode.PREFLIGHT
+    assert f"release {release} is the only one that was deployed there" in one.stderr

@@ -35,7 +35,7 @@ json_values = st.recursive(
 # Keys the client looks at, so that wrong types reach the places which read them.
 objects = st.dictionaries(
     st.sampled_from(["status", "runs", "run_id", "state", "kind", "need", "offset", "device", "inode", "notice", "text",
-                     "error", "code", "message", "protocol", "alarms", "loss", "detail", "debug"]),
+                     "error", "code", "message", "protocol", "alarms", "loss", "detail", "debug", "spec", "step"]),
     json_values,
     max_size=5,
 )  # fmt: skip
@@ -57,6 +57,7 @@ def ask_everything(memory):
     client = client_of(memory)
     asks = [
         lambda: status_lines(client.status(), "local", OUT),
+        lambda: client.spec("last").name,
         lambda: runs_lines(client.runs(3), OUT),
         lambda: client.stop("", now=False, grace=1.0, by="me", on_event=Talk()),
         lambda: client.start(StartRequest(SPEC, 1.0), Talk()),

@@ -9,14 +9,22 @@ from typing import Any
 
 from dflashctl.destinations import Destination
 from dflashctl.settings import Settings
-from dflashctl.source import Source, is_source
+from dflashctl.source import Source
 from remote.protocol.errors import usage_error
 from remote.protocol.records import RunSpec
-from trainer.config import TrainConfig, coerce, config_flags, load_toml, parse_set, unknown_key
+from trainer.config import (
+    PATH_KEYS,
+    TrainConfig,
+    base_of_paths,
+    coerce,
+    config_flags,
+    load_toml,
+    parse_set,
+    unknown_key,
+)
 
 PRESET_LOCAL = "demo.toml"
 PRESET_ELSEWHERE = "qwen3.6-27b-8gpu.toml"
-_PATHS = ("target_model", "data_dir", "output_dir", "resume")
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ def resolve_training(
         folder = Path.cwd()
     else:
         path, base_origin = choose_file(settings, remembered, source)
-        base, values, folder = str(path), load_toml(path), _folder_meant(path)
+        base, values, folder = str(path), load_toml(path), base_of_paths(path)
     _refuse_unknown(values, base)
     origins = dict.fromkeys(values, base)
     for each in typed:
@@ -90,25 +98,19 @@ def _refuse_unknown(values: Mapping[str, Any], origin: str) -> None:
             raise unknown_key(key, origin)
 
 
-def _folder_meant(file: Path) -> Path:
-    """Return what relative paths in a file are relative to: its folder, or for a template the tree it belongs to."""
-    tree = file.parent.parent
-    return tree if file.parent.name == "templates" and is_source(tree) else file.parent
-
-
 def _make_absolute(values: dict[str, Any], folders: Mapping[str, Path]) -> None:
     """Resolve relative paths, for the trainer runs in its run's directory, not in the shell's.
 
     `folders` has the base of the keys that were not typed: a file means the same wherever the command is typed.
     """
-    for key in _PATHS:
+    for key in PATH_KEYS:
         text = values.get(key)
         if isinstance(text, str) and text:
             values[key] = str(folders.get(key, Path.cwd()) / Path(text).expanduser())
 
 
 def _refuse_relative(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-    for key in _PATHS:
+    for key in PATH_KEYS:
         text = values.get(key)
         if isinstance(text, str) and text and not text.startswith("/"):
             raise usage_error(

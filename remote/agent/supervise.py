@@ -22,6 +22,7 @@ from remote.agent.watch import Watch, oom_kills
 from remote.protocol.events import AlarmRaised, Event, Step
 from remote.protocol.identity import ProcessIdentity, write_pidfile
 from remote.protocol.layout import RunLayout
+from remote.protocol.locks import still_named
 from remote.protocol.records import ExitRecord, Lifecycle, RunSpec, RunState, read_record
 
 POLL_SECONDS = 0.25
@@ -43,7 +44,7 @@ def supervise(run_dir: Path, sup_lock: int) -> int:
     if spec is None:
         print(f"no spec in {run.path}", file=sys.stderr)
         return 1
-    return Supervisor(run, spec).run()
+    return Supervisor(run, spec, sup_lock).run()
 
 
 def log(text: str) -> None:
@@ -53,11 +54,13 @@ def log(text: str) -> None:
 
 
 class Supervisor:
-    """One run from launch to exit.json."""
+    """One run from launch to exit.json. `sup_lock` is the descriptor that holds the run's sup.lock."""
 
-    def __init__(self, run: RunLayout, spec: RunSpec) -> None:
+    def __init__(self, run: RunLayout, spec: RunSpec, sup_lock: int) -> None:
         self._run = run
         self._spec = spec
+        self._sup_lock = sup_lock
+        self._deleted = False
         self._story = Story()
         self._tail = EventTail(run.events)
         self._escalation: Escalation | None = None
@@ -150,12 +153,17 @@ class Supervisor:
 
     def _look_for_stop(self, leader: ProcessIdentity) -> None:
         stop = read_stop(self._run)
-        if stop is None and self._run.path.is_dir():
+        # By identity: a trainer that saves its next checkpoint makes the directory anew, and it looks like ours.
+        if not self._deleted and not still_named(self._sup_lock, self._run.sup_lock):
+            self._deleted = True
+            log("the run's directory was deleted: ending the run")
+        if stop is None and not self._deleted:
             return
-        # Nobody can reach a run whose directory was deleted, and `start` would not see it: it ends at once.
-        grace = stop.grace if stop is not None else 0.0
+        # Nobody can reach a run whose locks were deleted, and `start` would not see it: it ends at once.
+        grace = 0.0 if stop is None or self._deleted else stop.grace
         if self._escalation is None:
-            log(f"stop asked by {stop.by}" if stop is not None else "the run's directory was deleted: ending the run")
+            if stop is not None:
+                log(f"stop asked by {stop.by}")
             self._escalation = Escalation(self._run, grace, self._spec.kill_grace, leader)
             by = stop.by if stop is not None else ""
             self._file.change(state=str(Lifecycle.STOPPING), since=time.time(), stop_by=by)
@@ -175,6 +183,7 @@ class Supervisor:
             first_dead=first_dead,
             escalated=self._escalation is not None and self._escalation.stage > Stage.MESSAGE,
             oom_kill=oom_kills() > self._ooms_before,
+            deleted=self._deleted,
         )
         self._end(judge(self._run, self._story, ending))
 

@@ -46,7 +46,8 @@ class Story:
 class Ending:
     """What the one who writes exit.json saw. `returncode` is the leader's, negative for a signal, None if unseen.
 
-    `first_dead` is the rank whose process vanished first; `escalated` whether signals had to be sent.
+    `first_dead` is the rank whose process vanished first; `escalated` whether signals had to be sent; `deleted` whether
+    the run's directory was deleted while it ran.
     """
 
     by: str
@@ -54,6 +55,7 @@ class Ending:
     first_dead: int | None = None
     escalated: bool = False
     oom_kill: bool = False
+    deleted: bool = False
 
 
 def rank_errors(run: RunLayout) -> dict[int, RankError]:
@@ -120,6 +122,9 @@ def _blame(run: RunLayout, story: Story, ending: Ending) -> tuple[int | None, st
     The rank that vanished first without an error record was killed from outside, and the records of the others tell
     of its loss. Otherwise the earliest record is the cause: whoever loses a peer fails later than that peer.
     """
+    if ending.deleted:
+        # The records went with it; what a rank wrote since tells of its loss.
+        return None, "the run's directory was deleted while it ran, so the run was ended", ""
     errors = rank_errors(run)
     dead = ending.first_dead
     # A leader killed by a signal takes its ranks along (PR_SET_PDEATHSIG): then none of them is the cause.

@@ -81,6 +81,16 @@ def holder_name(path: Path) -> str:
         return "unknown"
 
 
+def still_named(descriptor: int, path: Path) -> bool:
+    """Whether `path` is still the file that `descriptor` has open: a lock on a deleted file is one that no probe sees."""
+    try:
+        named = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    held = os.fstat(descriptor)
+    return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
+
+
 def is_held(path: Path) -> bool:
     """Whether anybody holds a lock on `path`, shared or exclusive. A missing file is not held."""
     try:

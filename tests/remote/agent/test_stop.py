@@ -290,6 +290,26 @@ class TestKilledParts:
         assert not leader.is_alive()
         assert not carriers(run.run_id)
 
+    @pytest.mark.parametrize("again", ["checkpoints", "sup.lock"])
+    def test_so_does_a_deleted_one_that_the_trainer_makes_anew(self, far, wait_for, again):
+        # Silent, so that it writes nothing that could tell of the loss.
+        assert far.start("--pause", "60", limit=0.3).error["code"] == 6
+        run, leader, supervisor = far.run, read_pidfile(far.run.trainer_pid), read_pidfile(far.run.supervisor_pid)
+        # One rename: no moment without the directory, as when a checkpoint falls between two looks.
+        made = far.root.path / "made"
+        (made / "checkpoints").mkdir(parents=True)
+        (made / again).touch()
+        supervisor.send(signal.SIGSTOP)
+        run.path.rename(far.root.path / "gone")
+        made.rename(run.path)
+        supervisor.send(signal.SIGCONT)
+        wait_for(lambda: not supervisor.is_alive())
+        assert not leader.is_alive()
+        assert not carriers(run.run_id)
+        status = far.ok("status")
+        assert (status["state"], "directory was deleted" in status["message"]) == ("failed", True)
+        assert far.running()["run_id"] != run.run_id
+
 
 class TestStaleState:
     """Files that name living processes which are not the run's."""

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from remote.protocol.locks import LockBusy, LockKind, acquire, acquire_within, holder_name, is_held, name_holder
+from remote.protocol.locks import (
+    LockBusy,
+    LockKind,
+    acquire,
+    acquire_within,
+    holder_name,
+    is_held,
+    name_holder,
+    still_named,
+)
 
 HOLD = """
 import sys, time
@@ -140,3 +149,20 @@ def test_a_lock_names_its_holder(tmp_path):
     name_holder(descriptor, "ünï, pid 5")
     assert holder_name(path) == "ünï, pid 5"
     os.close(descriptor)
+
+
+def test_a_deleted_or_replaced_lock_is_no_longer_the_one_at_its_path(tmp_path):
+    path = tmp_path / "run" / "sup.lock"
+    path.parent.mkdir()
+    descriptor = acquire(path, LockKind.EXCLUSIVE)
+    try:
+        assert still_named(descriptor, path)
+        path.unlink()
+        assert not still_named(descriptor, path)
+        path.touch()
+        assert not still_named(descriptor, path), "same name, another file"
+        path.unlink()
+        path.parent.rmdir()
+        assert not still_named(descriptor, path)
+    finally:
+        os.close(descriptor)

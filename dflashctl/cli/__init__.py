@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import io
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -31,9 +32,20 @@ def main() -> None:
     """Entry point of the script."""
     # Where a supervisor or a test started us with SIGINT ignored, Ctrl-C would not reach the verbs that detach on it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _open_closed_streams()
     # A name may hold what the terminal's encoding lacks, or bytes that are no text at all: shown escaped, never a crash.
     cast("io.TextIOWrapper[Any]", sys.stdout).reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
+
+
+def _open_closed_streams() -> None:
+    """Give the standard streams that the shell closed (`>&-`), which Python leaves as None, to the null device.
+
+    Each gets its own number back, the lowest free one: else a pipe to the far end would become our stdout.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # open until we exit
 
 
 def run(arguments: Sequence[str]) -> int:

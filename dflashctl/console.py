@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -11,6 +12,9 @@ _CODES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34,
 
 # C0 and C1 control characters but the tab: a log may hold escape sequences, which must not drive the operator's terminal.
 _HARMLESS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != 9}
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""What a write to a full disk, or over one's quota, fails with."""
 
 
 class Stream:
@@ -30,15 +34,27 @@ class Stream:
         return self.file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
 
     def line(self, text: str = "") -> None:
-        """Write one line and flush it: a reader behind a pipe sees it now. Raises BrokenPipeError when he has gone."""
-        self.file.write(text + "\n")
-        self.file.flush()
+        """Write one line and flush it: a reader behind a pipe sees it now. Raises BrokenPipeError when he has gone.
+
+        Talk that finds no room (a full disk under stderr) is dropped: it must not end the work it tells of.
+        """
+        try:
+            self.file.write(text + "\n")
+            self.file.flush()
+        except OSError as error:
+            if self._name != "stderr" or error.errno not in NO_ROOM:
+                raise
+            self.silence()
 
     def raw(self, data: bytes) -> None:
         """Write bytes untouched and flush."""
         self.file.flush()
         self.file.buffer.write(data)
         self.file.buffer.flush()
+
+    def silence(self) -> None:
+        """Point the stream at nothing once it takes no more, so that the interpreter's last flush does not complain."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
     def style(self, text: str, styles: str) -> str:
         """Return `text` in `styles` ("red bold"), or as it is where the stream is not live."""
@@ -60,8 +76,3 @@ def width() -> int:
 def harmless(text: str) -> str:
     """Return `text` with control characters shown instead of obeyed."""
     return text.translate(_HARMLESS)
-
-
-def silence_broken_pipe() -> None:
-    """Point stdout at nothing after its reader has gone, so that the interpreter's last flush does not complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

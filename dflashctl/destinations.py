@@ -77,10 +77,18 @@ class DestinationStore:
         return self.load().get(Destination(host, ct).key)
 
     def remember(self, destination: Destination, *, make_current: bool) -> None:
-        """Store `destination`, in place of what was known of it."""
-        with locked(self.path.with_suffix(".lock")):
-            # Read under the lock: two deploys at once must not forget one another's destination.
-            old = self.load()
-            others = tuple(other for other in old.known if other.key != destination.key)
-            current = destination.key if make_current else old.current
-            replace_file(self.path, dumps(Destinations(current=current, known=(*others, destination)), indent=1) + "\n")
+        """Store `destination`, in place of what was known of it. Raises DflashError when the file cannot be written."""
+        try:
+            with locked(self.path.with_suffix(".lock")):
+                # Read under the lock: two deploys at once must not forget one another's destination.
+                old = self.load()
+                others = tuple(other for other in old.known if other.key != destination.key)
+                current = destination.key if make_current else old.current
+                data = dumps(Destinations(current=current, known=(*others, destination)), indent=1)
+                replace_file(self.path, data + "\n")
+        except OSError as error:
+            raise DflashError(
+                f"cannot write {self.path}",
+                cause=str(error),
+                hint="make its directory writable, or name another one in DFLASHCTL_HOME",
+            ) from error

@@ -62,7 +62,7 @@ class Launch:
         self._talk.say(f"run {self._request.spec.run_id} on {self._session.label}, {how}")
         if self._remember:
             known = dataclasses.replace(self._session.destination(), config=self._remember)
-            self._session.store.remember(known, make_current=False)
+            self._session.remember(known, make_current=False)
 
 
 def make_spec(session: Session, training: Training, *, name: str, note: str) -> RunSpec:

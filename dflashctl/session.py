@@ -14,12 +14,13 @@ from functools import cached_property
 from pathlib import Path
 
 from dflashctl.agent_client import AgentClient
-from dflashctl.console import ERR
+from dflashctl.console import ERR, harmless
 from dflashctl.destinations import Destination, DestinationStore
 from dflashctl.home import state_directory, user_file
 from dflashctl.settings import Settings, find_project_file, resolve, with_destination
 from dflashctl.source import Source, find_source, is_source
 from dflashctl.transport import Transport, make_transport
+from remote.protocol.errors import DflashError
 from remote.protocol.records import RunStatus
 
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -141,6 +142,14 @@ class Session:
         settings = self.settings
         base = self.remembered or Destination(settings["host"], settings["ct"])
         return dataclasses.replace(base, python=self.python, ssh_config=settings["ssh_config"])
+
+    def remember(self, destination: Destination, *, make_current: bool) -> None:
+        """Store `destination`; where that fails, warn: the work over there is done, and must not look as if it were not."""
+        try:
+            self.store.remember(destination, make_current=make_current)
+        except DflashError as error:
+            ERR.line(harmless(f"warning: this destination is not remembered: {error.error} ({error.cause})"))
+            ERR.line(harmless(f"  hint: {error.hint}; until then verbs need --host, --ct and --root"))
 
     def here(self, status: RunStatus) -> RunStatus:
         """Return `status` with this destination's name: the far end does not know how it is reached."""

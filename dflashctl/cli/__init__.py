@@ -20,7 +20,7 @@ import typer
 from dflashctl import __version__
 from dflashctl.cli.help import VERBS, VerbCommand, VerbInfo, main_help
 from dflashctl.cli.options import Interrupted, ReaderGone
-from dflashctl.console import ERR, OUT, silence_broken_pipe
+from dflashctl.console import ERR, NO_ROOM, OUT
 from dflashctl.errors import report, report_bug
 from remote.protocol.errors import DflashError, ExitCode, usage_error
 
@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
     except _UsageError as error:
         return report(_as_usage_error(error, arguments), as_json=as_json)
     except (ReaderGone, BrokenPipeError):
-        silence_broken_pipe()
+        OUT.silence()
         return int(ExitCode.OK)
     except (Interrupted, KeyboardInterrupt):
         ERR.line("interrupted")
@@ -69,7 +69,19 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if debug:
             _show_traceback(error)
+        # Of a file it would carry the name: this is stdout.
+        if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
+            OUT.silence()
+            return report(_no_room(error), as_json=False)
         return report_bug(error)
+
+
+def _no_room(error: OSError) -> DflashError:
+    return DflashError(
+        "the output could not be written",
+        cause=f"stdout: {error.strerror}",
+        hint="make room, or send it elsewhere; what was asked for over there is done: `dflashctl status`",
+    )
 
 
 def _show_traceback(error: Exception) -> None:

@@ -63,7 +63,7 @@ def _remember(session: Session, release: str, root: str) -> None:
         revision=origin["revision"],
         dirty=origin["dirty"],
     )
-    session.store.remember(known, make_current=True)
+    session.remember(known, make_current=True)
 
 
 def _summary(session: Session, result: Deployed, took: str) -> str:

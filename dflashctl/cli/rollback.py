@@ -24,7 +24,7 @@ def verb(
     result = session.client.rollback(to)
     if session.remembered is not None:
         known = dataclasses.replace(session.remembered, release=result.release)
-        session.store.remember(known, make_current=False)
+        session.remember(known, make_current=False)
     OUT.line(
         dumps(result)
         if common.as_json

@@ -40,14 +40,14 @@ def test_lines_are_there_at_once_and_bytes_keep_their_place(capfdbinary):
 def test_a_reader_who_has_gone_raises_and_the_exit_is_quiet(write):
     program = f"""
 import os, sys
-from dflashctl.console import OUT, silence_broken_pipe
+from dflashctl.console import OUT
 reader, writer = os.pipe()
 os.close(reader)
 os.dup2(writer, 1)
 try:
     {write}
 except BrokenPipeError:
-    silence_broken_pipe()
+    OUT.silence()
     sys.stderr.write("gone")
     sys.exit(0)
 """

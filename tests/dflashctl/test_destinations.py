@@ -88,3 +88,10 @@ def test_home_is_where_it_is_told_or_where_the_platform_says():
     assert str(state_directory({"DFLASHCTL_HOME": "/h"})) == "/h"
     assert str(user_file({"DFLASHCTL_HOME": "/h"})) == "/h/config.toml"
     assert state_directory({}).name == user_file({}).parent.name == "dflashctl"
+
+
+def test_a_directory_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DflashError, match="cannot") as caught:
+        DestinationStore(tmp_path / "file").remember(Destination(), make_current=True)
+    assert "DFLASHCTL_HOME" in caught.value.hint

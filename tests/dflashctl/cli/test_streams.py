@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
+import sys
 
 import pytest
 
@@ -28,3 +30,30 @@ def test_a_closed_stream_changes_no_exit_code(cli, verb, code, closed):
         verb += f" --root {cli.root}"
     done = shell(cli, f"{verb} {closed}")
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+
+
+@pytest.mark.parametrize("verb", ["--version", "--help", "start --help", "status", "status --json", "config show"])
+def test_a_full_disk_under_stdout_is_an_error_and_no_bug(cli, make_tree, verb):
+    (cli.directory / "dflashctl.toml").write_text(f'source = "{make_tree()}"\nroot = "{cli.root}"\n')
+    done = shell(cli, f"{verb} >/dev/full")
+    lines = done.stderr.splitlines()[-3:]
+    assert (done.returncode, [line.split(":")[0] for line in lines]) == (1, ["error", "  cause", "  hint"])
+    assert "No space left" in done.stderr
+    assert "bug" not in done.stderr
+
+
+def test_a_full_disk_under_stderr_ends_no_work(cli):
+    done = shell(cli, f"status -v --json --root {cli.root} 2>/dev/full")
+    assert (done.returncode, json.loads(done.stdout)["state"]) == (0, "none")
+    assert shell(cli, "stattus 2>/dev/full").returncode == ExitCode.USAGE
+
+
+def test_a_home_that_cannot_be_written_loses_no_deploy(cli, make_tree):
+    # A link to nowhere: unlike the mode of a directory it stops root as well.
+    cli.home.symlink_to("/nonexistent/home")
+    arguments = ("--root", str(cli.root), "--python", sys.executable, "--source", str(make_tree()), "--no-selfcheck")
+    done = cli("deploy", "--json", *arguments)
+    assert (done.returncode, json.loads(done.stdout)["root"]) == (0, str(cli.root))
+    assert "warning: this destination is not remembered" in done.stderr
+    assert "bug" not in done.stderr
+    assert (cli.root / "current").exists()

@@ -32,8 +32,9 @@ _GPU_SECONDS = 60.0
 def stop(request: Request, answer: Answer) -> None:
     """End a run. Already ended is a success; the answer is its status and a sentence.
 
-    Raises DflashError: 3 when there is no such run, 9 naming what still lives when it has not ended `timeout` seconds
-    (60) after its grace, or when GPU memory does not come back.
+    Raises DflashError: 1 when the run failed instead of stopping, so that its last steps are in no checkpoint; 3 when
+    there is no such run; 9 naming what still lives when it has not ended `timeout` seconds (60) after its grace, or when
+    GPU memory does not come back.
     """
     run = choose_run(RootLayout(request.root), request.text("run", ""))
     if run is None:
@@ -55,6 +56,9 @@ def stop(request: Request, answer: Answer) -> None:
     waiting = _Waiting(run, answer, grace, kill_grace, request.number("timeout", _TIMEOUT_SECONDS) + kill_grace)
     waiting.until_ended()
     status = status_of(run)
+    # `--now` gives up the last steps knowingly: then the end is all that was asked for.
+    if status.state in (Lifecycle.FAILED, Lifecycle.LOST) and not request.flag("now", False):
+        raise _failed(status)
     sentence = f"run {run.run_id} {_outcome(status)}"
     if gpus := _wait_for_gpus(run):
         sentence += f"; GPU memory free on {gpus}/{gpus}, {time.monotonic() - began:.0f} s"
@@ -70,6 +74,16 @@ def _outcome(status: RunStatus) -> str:
     # An older one than the last step means that the steps after it are lost.
     latest = checkpoint_step(Path(path)) == status.step
     return f"{status.state} {where}, {'' if latest else 'last '}checkpoint {path}"
+
+
+def _failed(status: RunStatus) -> DflashError:
+    path = status.last_checkpoint
+    kept = f"its last good checkpoint is {path}: `dflashctl start --resume {status.run_id}` goes on from there"
+    return DflashError(
+        f"run {status.run_id} failed while it was stopped",
+        cause=status.message or "it left no word",
+        hint=kept if path else "it has no checkpoint; `dflashctl logs` shows what it said",
+    )
 
 
 def _ask(run: RunLayout, request: Request, grace: float) -> None:

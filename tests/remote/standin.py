@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import sys
@@ -35,6 +36,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--hang-after", type=int, default=0, help="stand still after this step")
     parser.add_argument("--load", type=float, default=0.0, help="seconds before the first step")
     parser.add_argument("--save", type=float, default=0.0, help="seconds that the checkpoint of a stop takes")
+    parser.add_argument("--save-at", type=int, default=0, help="write a checkpoint after this step")
+    parser.add_argument("--fail-save", action="store_true", help="the checkpoint of a stop finds the disk full")
     parser.add_argument("--silent", action="store_true", help="never a word")
     parser.add_argument("--crash", action="store_true", help="rank 0 raises before its first step")
     parser.add_argument("--fail-leader", action="store_true", help="the leader raises before any rank lives")
@@ -106,12 +109,14 @@ def train(opts: argparse.Namespace) -> None:
     step = 0
     while step < (0 if opts.finish_early else opts.steps):
         if RUN.stop.exists() and not opts.ignore_stop:
-            return finish("stopped", step, save(step, opts.save))
+            return finish("stopped", step, save(step, opts.save, opts.fail_save))
         time.sleep(opts.pause)
         step += 1
         if opts.hang_after and step > opts.hang_after:
             time.sleep(600)
         emit(step_event(step, opts.steps))
+        if step == opts.save_at:
+            save(step, 0.0)
         if step == 2 and opts.alarm:
             emit(ev.AlarmRaised(time=time.time(), alarm="loss_not_positive", message="loss 0.0 on drafter 0", step=2))
     return finish("finished", step, "")
@@ -133,8 +138,10 @@ def step_event(step: int, total: int) -> ev.Step:
     )
 
 
-def save(step: int, seconds: float) -> str:
+def save(step: int, seconds: float, fail: bool = False) -> str:
     """Write a checkpoint with progress, as slowly as asked."""
+    if fail:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     for written in range(1, 11):
         emit(ev.SaveProgress(time=time.time(), step=step, written=written, total=10))
         time.sleep(seconds / 10)

@@ -49,6 +49,22 @@ def test_stop_writes_a_checkpoint_and_shows_its_progress(far):
     assert not Path(sockets).exists()
 
 
+def test_a_stop_whose_checkpoint_is_lost_is_an_error_that_names_the_last_good_one(far, wait_for):
+    far.running("--fail-save", "--save-at", "2")
+    saved = wait_for(lambda: far.ok("status")["last_checkpoint"])
+    error = far.call("stop").error
+    assert (error["code"], error["error"]) == (1, f"run {far.run.run_id} failed while it was stopped")
+    assert "No space left on device" in error["cause"]
+    assert saved in error["hint"]
+    assert ended(far).result == "failed"
+    assert far.ok("stop")["status"]["state"] == "failed", "a second stop finds it ended, and that is what it asked for"
+
+
+def test_a_lost_checkpoint_without_an_earlier_one(far):
+    far.running("--fail-save")
+    assert "no checkpoint" in far.call("stop").error["hint"]
+
+
 def test_a_second_stop_and_a_stop_of_nothing(far):
     assert far.call("stop").error["code"] == 3
     far.running()

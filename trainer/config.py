@@ -62,8 +62,8 @@ class TrainConfig:
     num_anchors: int = _key(512, "most anchors of one document", group="data", low=1)
     row_anchors: int = _key(512, "most anchors of one micro-batch", group="data", low=1)
     noise_std: float = _key(0.0, "Gaussian noise on the target's states, per layer", group="data", low=0)
-    seed: int = _key(42, "seed of order, anchors, noise and initial weights", group="data", low=0)
-    epochs: int = _key(6, "passes over the data", group="data", low=1)
+    seed: int = _key(42, "seed of order, anchors, noise and initial weights", group="data", low=0, high=2**62)
+    epochs: int = _key(6, "passes over the data", group="data", low=1, high=10_000)
     max_steps: int = _key(0, "end after this many steps; 0: after the epochs", group="data", low=0)
 
     lr: float = _key(6e-4, "peak learning rate", group="optimisation", low=0)
@@ -276,6 +276,9 @@ def parse_set(assignment: str) -> tuple[str, Any]:
     return key.strip().replace("-", "_"), coerce(key.strip().replace("-", "_"), text.strip(), "--set")
 
 
+# A configuration has fifty lines; a device file or a model given by mistake would be read until memory ends.
+_LARGEST_FILE = 1 << 20
+
 PATH_KEYS = ("target_model", "data_dir", "output_dir", "resume")
 """Keys that name a place on a disk."""
 
@@ -292,13 +295,17 @@ def base_of_paths(file: Path) -> Path:
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file of flat keys. Raises a usage error when it is missing or no TOML."""
+    """Read a TOML file of flat keys. Raises a usage error when it is missing, no file of sane size, or no TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise usage_error(
-            f"no configuration {path}", cause="there is no such file", hint="check the path given with --config"
-        ) from None
+        if not path.exists():
+            raise usage_error(
+                f"no configuration {path}", cause="there is no such file", hint="check the path given with --config"
+            )
+        if not path.is_file() or path.stat().st_size > _LARGEST_FILE:
+            cause = f"it is no regular file of at most {_LARGEST_FILE >> 20} MiB"
+            raise usage_error(f"{path} is no configuration", cause=cause, hint="check the path given with --config")
+        # Some editors put a byte order mark in front, which TOML has no place for.
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise usage_error(
             f"cannot read the configuration {path}", cause=str(error), hint="it must be TOML, one `key = value` a line"

@@ -126,7 +126,7 @@ def _need_space(path: Path, need: int, what: str, hint: str) -> None:
     if need > free:
         raise preflight_error(
             f"no space left for {what}",
-            cause=f"{path} has {free / _MIB:.0f} MiB free, {need / _MIB:.0f} MiB are needed",
+            cause=f"{path} has {free / _MIB:.1f} MiB free, {need / _MIB:.1f} MiB are needed",
             hint=hint,
         )
 

@@ -240,7 +240,7 @@ import json, os, sys
 from pathlib import Path
 from trainer.config import TrainConfig
 from trainer.pipeline import leader
-leader.launcher_argv = lambda layout: [sys.executable, "-c", sys.argv[2], sys.argv[1]]
+leader.launcher_argv = lambda layout, log_dir: [sys.executable, "-c", sys.argv[2], sys.argv[1]]
 leader.lead(TrainConfig.from_mapping(json.loads(Path(sys.argv[1]).read_text())))
 """
 REPORT = """
@@ -275,7 +275,8 @@ def test_the_leader_keeps_its_pid_and_its_lock_over_the_exec(values: dict[str, A
 
 
 def test_one_process_per_device_and_no_restart() -> None:
-    argv = leader.launcher_argv(Layout("cpu", (0, 1), (2,)))
+    argv = leader.launcher_argv(Layout("cpu", (0, 1), (2,)), Path("/run/launcher"))
+    assert "--log-dir=/run/launcher" in argv
     assert argv[0] == sys.executable
     assert "--nproc-per-node=3" in argv
     assert "--max-restarts=0" in argv
@@ -350,3 +351,9 @@ def test_gpus_are_counted_without_torch() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "False"]
+
+
+def test_a_train_that_is_refused_by_itself_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert entry.main(["train", "--device", "cpu", "--target-model", "/nowhere", "--data-dir", "/nowhere"]) == 7
+    assert list(tmp_path.glob("runs/*")) == []

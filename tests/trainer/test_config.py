@@ -222,3 +222,24 @@ def test_every_key_is_a_flag() -> None:
 def test_the_configuration_is_torch_free() -> None:
     code = "import sys, trainer.config; sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_bytes(b"\xef\xbb\xbflr = 0.5\n")
+    assert load_toml(path) == {"lr": 0.5}
+
+
+@pytest.mark.parametrize("place", ["/dev/zero", ".", "large.toml"])
+def test_what_is_no_file_of_sane_size_is_not_read(tmp_path: Path, place: str) -> None:
+    (tmp_path / "large.toml").write_bytes(b"# " + b"x" * (1 << 20) + b"\n")
+    with pytest.raises(DflashError, match="is no configuration") as caught:
+        load_toml(tmp_path / place)
+    assert caught.value.code is ExitCode.USAGE
+
+
+@pytest.mark.parametrize(("key", "value"), [("epochs", 10**9), ("seed", 2**63), ("seed", 10**30)])
+def test_numbers_that_nothing_could_hold_are_refused(key: str, value: int) -> None:
+    # Each epoch's rows are counted before the launch, and a seed is a 64-bit key.
+    with pytest.raises(DflashError, match="is not possible"):
+        TrainConfig.from_mapping({key: value})

@@ -6,6 +6,7 @@ The process keeps its pid over the exec, so the pid that the supervisor wrote do
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -15,7 +16,7 @@ from typing import NoReturn
 import numpy as np
 
 from remote.protocol.errors import DflashError, preflight_error
-from remote.protocol.files import write_durably
+from remote.protocol.files import read_json, write_durably
 from remote.protocol.layout import RunLayout, new_run_id
 from trainer import checkpoint_files
 from trainer.config import TrainConfig
@@ -24,6 +25,7 @@ from trainer.pipeline.membership import file_error, hold_run_lock
 from trainer.pipeline.plan import PLAN_VARIABLE, RunPlan
 from trainer.pipeline.slots import create_ring_file
 from trainer.preflight import SHARED_MEMORY, Prepared, preflight, ring_size
+from trainer.target.facts import read_header
 
 RUN_DIR_VARIABLE = "DFLASH_RUN_DIR"
 """Set by the supervisor; without it the run's directory is made inside output_dir."""
@@ -56,7 +58,11 @@ def lead(config: TrainConfig) -> NoReturn:
             plan.forget_names()
             raise
     except Exception as error:
-        file_error(run, error, rank=_LEADER, role="leader", device="", phase="preflight", time=time.time())
+        if isinstance(error, DflashError) and RUN_DIR_VARIABLE not in os.environ:
+            # Refused before there was a run: nothing is worth keeping. A supervised run's directory is the agent's.
+            shutil.rmtree(run.path)
+        else:
+            file_error(run, error, rank=_LEADER, role="leader", device="", phase="preflight", time=time.time())
         raise
 
 
@@ -101,10 +107,24 @@ def resume_point(config: TrainConfig, found: Prepared) -> tuple[str, int]:
     if not config.resume:
         return "", 1
     state = checkpoint_files.read_state(Path(config.resume))
+    check_whole(Path(config.resume))
     checkpoint_files.check_resumable(
         state, config, fingerprint=found.dataset.fingerprint, total_steps=found.total_steps
     )
     return str(Path(config.resume).absolute()), state.step + 1
+
+
+def check_whole(checkpoint: Path) -> None:
+    """Raise a preflight error when a file of a checkpoint is damaged or cut off, by its header and its length."""
+    try:
+        for name in (checkpoint_files.DRAFTER_FILE, checkpoint_files.OPTIMIZER_FILE):
+            read_header(checkpoint / name)
+        read_json(checkpoint / checkpoint_files.DRAFTER_CONFIG_FILE)
+    except (DflashError, ValueError) as error:
+        cause = error.cause if isinstance(error, DflashError) else f"{checkpoint_files.DRAFTER_CONFIG_FILE}: {error}"
+        raise preflight_error(
+            f"{checkpoint} cannot be resumed from", cause=cause, hint="resume from an earlier checkpoint"
+        ) from error
 
 
 def reserve(config: TrainConfig, run: RunLayout, slots_size: int) -> tuple[Path, str]:
@@ -138,7 +158,7 @@ def reserve_ring(config: TrainConfig, name: str, slots_size: int) -> str:
     return str(path)
 
 
-def launcher_argv(layout: Layout) -> list[str]:
+def launcher_argv(layout: Layout, log_dir: Path) -> list[str]:
     """Return the argv of torch's launcher: one process per device, no restarts, rendezvous on a free loopback port."""
     return [
         sys.executable,
@@ -151,6 +171,8 @@ def launcher_argv(layout: Layout) -> list[str]:
         "--rdzv-backend=c10d",
         "--rdzv-endpoint=127.0.0.1:0",
         "--local-addr=127.0.0.1",
+        # Or it leaves an empty /tmp/torchelastic_* behind for every run.
+        f"--log-dir={log_dir}",
         "-m",
         "trainer.pipeline.rank",
     ]
@@ -169,7 +191,7 @@ def launch(layout: Layout, plan: Path, config: TrainConfig) -> NoReturn:
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    argv = launcher_argv(layout)
+    argv = launcher_argv(layout, plan.parent / "launcher")
     try:
         os.execve(argv[0], argv, environment)
     except OSError as error:

@@ -52,7 +52,7 @@ def join_run(run: RunLayout, *, rank: int, leader_pid: int) -> int:
 def file_error(
     run: RunLayout, error: BaseException, *, rank: int, role: str, device: str, phase: str, time: float
 ) -> None:
-    """Write errors/rank-N.json: what ended this rank."""
+    """Write errors/rank-N.json: what ended this rank. Where that cannot be written, the log must do."""
     known = error if isinstance(error, DflashError) else None
     record = RankError(
         rank=rank,
@@ -67,4 +67,7 @@ def file_error(
         hint=known.hint if known else "",
         code=int(known.code) if known else 1,
     )
-    write_json(run.error(rank), record)
+    try:
+        write_json(run.error(rank), record)
+    except OSError as problem:
+        print(f"{run.error(rank)} cannot be written: {problem.strerror}", file=sys.stderr, flush=True)

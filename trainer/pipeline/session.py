@@ -107,11 +107,20 @@ class DrafterSession:
         return self.step == self.plan.total_steps
 
     def begin_step(self, step: int) -> StepSums:
-        """Return empty sums; the first drafter's carry whether a stop is wanted."""
+        """Return empty sums; the first drafter's carry whether a stop is wanted. Raises DflashError without a run directory."""
         self.step = step
-        return StepSums(
-            self.config.block_size, self.device, stop_wanted=self.desk is not None and self.plan.run.stop.exists()
-        )
+        return StepSums(self.config.block_size, self.device, stop_wanted=self.desk is not None and self._stop_wanted())
+
+    def _stop_wanted(self) -> bool:
+        # A run whose directory is deleted is not seen by `start` any more, and a checkpoint would make the directory anew:
+        # a second run could then be let in beside this one.
+        if not self.plan.run.run_lock.exists():
+            raise DflashError(
+                "the run's directory is gone",
+                cause=f"{self.plan.run_dir} was deleted while the run trained",
+                hint="start again; with --output-dir checkpoints lie elsewhere",
+            )
+        return self.plan.run.stop.exists()
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """Return what this drafter trains in a step, in ascending order."""

@@ -140,12 +140,18 @@ def tensor_entries(directory: Path) -> dict[str, TensorEntry]:
         raise _unusable(directory, "it has no *.safetensors", "other weight formats are not read")
     entries: dict[str, TensorEntry] = {}
     for file in sorted(files):
-        entries |= _read_header(file)
+        entries |= read_header(file)
     return entries
 
 
-def _read_header(file: Path) -> dict[str, TensorEntry]:
-    """Read `u64 length, JSON {name: {dtype, shape, data_offsets}}` and compare the file's size with what it promises."""
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """Return a safetensors file's tensors by name, after comparing its size with what its header promises.
+
+    The header is `u64 length, JSON {name: {dtype, shape, data_offsets}}`.
+
+    Raises:
+        DflashError: the file is missing, unreadable, damaged or cut off (code 7).
+    """
     if not file.is_file():
         raise _unusable(file.parent, f"{file.name} is missing", "copy the model again")
     size = file.stat().st_size

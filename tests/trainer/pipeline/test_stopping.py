@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from remote.protocol import events as ev
 from remote.protocol.errors import DflashError, ExitCode
@@ -177,8 +178,8 @@ def test_a_failed_load_is_filed_and_leaves_nothing_in_temporary_places(
 ) -> None:
     damaged = tmp_path / "checkpoint"
     shutil.copytree(stopped.finished.checkpoint, damaged)
-    moments = damaged / "optimizer.safetensors"
-    moments.write_bytes(moments.read_bytes()[:1000])
+    # Whole as a file, so that only the load finds out: moments of another drafter.
+    save_file({"0.exp_avg": torch.zeros(1, 1)}, damaged / "optimizer.safetensors")
     run = finish(start(**layout, **LONG, resume=str(damaged)))
     assert run.codes[rank] == ExitCode.PREFLIGHT
     error = run.error(rank)
@@ -188,3 +189,29 @@ def test_a_failed_load_is_filed_and_leaves_nothing_in_temporary_places(
     sockets = Path(run.layout.sockets.read_text().strip())
     assert not sockets.exists()
     assert not (Path("/dev/shm") / sockets.name).exists()
+
+
+@pytest.mark.parametrize("name", ["drafter.safetensors", "optimizer.safetensors", "drafter_config.json"])
+def test_a_checkpoint_that_was_cut_off_is_refused_before_the_launch(
+    stopped: Any, start: Start, tmp_path: Path, name: str
+) -> None:
+    copy = Path(shutil.copytree(stopped.finished.checkpoint, tmp_path / "copy"))
+    (copy / name).write_bytes((copy / name).read_bytes()[:100])
+    with pytest.raises(DflashError, match="cannot be resumed from") as caught:
+        start(**TWO, **LONG, resume=str(copy))
+    assert caught.value.code is ExitCode.PREFLIGHT
+    assert name in caught.value.cause
+
+
+def test_a_run_whose_directory_is_deleted_ends_and_does_not_make_it_anew(
+    start: Start, finish: Callable[..., Any]
+) -> None:
+    # A checkpoint made the directory again, and the next start saw no run that lives: two trained at once.
+    run = start(**ONE, **ENDLESS, checkpoint_every=1)
+    run.wait_for_step(2)
+    directory = run.layout.path
+    while directory.exists():
+        shutil.rmtree(directory, ignore_errors=True)
+    run = finish(run)
+    assert all(code != 0 for code in run.codes)
+    assert not run.layout.run_lock.exists()

@@ -16,7 +16,7 @@ from dflashctl.training import Training
 from dflashctl.views import first_step_line, status_lines
 from remote.protocol import events
 from remote.protocol.codec import dumps
-from remote.protocol.errors import DflashError, ExitCode
+from remote.protocol.errors import DflashError, ExitCode, usage_error
 from remote.protocol.layout import new_run_id
 from remote.protocol.records import Lifecycle, RunSpec, RunStatus
 
@@ -27,7 +27,15 @@ _LAUNCHED = (ExitCode.CRASHED_AT_START, ExitCode.NOT_READY)
 
 
 def read_resume(session: Session, resume: str) -> Resumed:
-    """Ask which checkpoint `resume` means, and say it. Raises DflashError: 3 for no such run, 7 for no checkpoint."""
+    """Ask which checkpoint `resume` means, and say it. Raises DflashError: 3 for no such run, 7 for no checkpoint,
+    2 for `@17`, which names a step and no run."""
+    run, at, step = resume.partition("@")
+    if not run or (at and not (step.isascii() and step.isdigit())):
+        raise usage_error(
+            f"--resume {resume!r} is not possible",
+            cause="expected RUN, RUN@STEP or last@STEP, the step in digits",
+            hint="`dflashctl runs` lists the runs; a bare --resume means the last one",
+        )
     resumed = session.client.spec(resume)
     ERR.line(harmless(f"resuming run {resumed.spec.run_id} at step {resumed.step}, checkpoint {resumed.checkpoint}"))
     return resumed

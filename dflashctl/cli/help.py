@@ -8,6 +8,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 from dflashctl.console import OUT
+from remote.protocol.errors import usage_error
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ VERBS = (
 
 LAST_RUN = "last"
 """What a bare `--resume` means."""
+
+MAY_BE_EMPTY = ("name", "note")
 
 _QUICK = (
     ("dflashctl deploy --host 10.1.2.6 --ct 200", "ship the trainer into container 200"),
@@ -78,7 +81,23 @@ class VerbCommand(TyperCommand):
             follower = args[index + 1] if index + 1 < len(args) else "--"
             if word == "--resume" and follower.startswith("-"):
                 words.append(LAST_RUN)
-        return super().parse_args(ctx, words)
+        rest = super().parse_args(ctx, words)
+        self._refuse_empty(ctx)
+        return rest
+
+    def _refuse_empty(self, ctx: Any) -> None:
+        """Raise a usage error for `--run "$RUN"` where the shell had no such variable: `stop` would take the live run."""
+        for parameter in self.get_params(ctx):
+            name = str(parameter.name)
+            if ctx.params.get(name) != "" or ctx.get_parameter_source(name).name != "COMMANDLINE":
+                continue
+            # A text key of the training configuration may be emptied on purpose, and a name be left out.
+            if name not in MAY_BE_EMPTY and not str(getattr(parameter, "rich_help_panel", "")).startswith("Training"):
+                raise usage_error(
+                    f"{parameter.opts[0]} is empty",
+                    cause="a value was given, and it has no letters; an unset variable of the shell looks so",
+                    hint="leave the option out, or give it a value",
+                )
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write one section a panel, in the order in which they first appear; the verb's own options come first."""

@@ -156,3 +156,34 @@ def test_a_bare_resume_means_the_last_run(cli, make_tree):
         done = cli("start", *arguments)
         assert done.returncode == ExitCode.NO_RUN
         assert f"no run in {cli.root}/runs has a checkpoint" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["start", "--resume", ""],
+        ["start", "--resume="],
+        ["start", "--config", ""],
+        ["start", "--root", ""],
+        ["status", "--host", ""],
+        ["status", "--host", "h", "--ct", ""],
+        ["stop", "--run", ""],
+        ["stop", "--grace", ""],
+        ["rollback", "--to="],
+        ["deploy", "--source", ""],
+        ["start", "--resume", "@17"],
+        ["start", "--resume", "last@x"],
+    ],
+)
+def test_a_value_that_an_unset_variable_left_empty_is_a_usage_error(cli, make_tree, arguments):
+    (cli.directory / "dflashctl.toml").write_text(f'source = "{make_tree()}"\n')
+    done = cli(*arguments)
+    assert done.returncode == ExitCode.USAGE, done.stderr
+    assert next(word for word in arguments if word in done.stderr or word.rstrip("=") in done.stderr)
+    assert not cli.home.exists()
+
+
+def test_a_key_of_the_training_configuration_may_be_emptied(cli, make_tree):
+    (cli.directory / "dflashctl.toml").write_text(f'source = "{make_tree()}"\n')
+    done = cli("config", "show", "--json", "--data-dir", "")
+    assert json.loads(done.stdout)["training"]["data_dir"] == {"value": "", "origin": "--data-dir"}

@@ -69,12 +69,16 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Something a person should look at; it never ends a run by itself."""
+    """Something a person should look at; it never ends a run by itself.
+
+    One for each kind, however often it came: `time` and `step` are those of the first, `message` is the newest.
+    """
 
     kind: str
     message: str
     time: float
     step: int = 0
+    count: int = 1
 
 
 @dataclass(frozen=True)

@@ -105,11 +105,38 @@ class TestStateFile:
         assert kept.state == "running"
         assert {alarm.kind for alarm in kept.alarms} == {"state_unwritten", "non_finite"}
 
-    def test_an_alarm_is_kept_once_and_their_number_is_bounded(self, run):
+    def test_alarms_are_one_a_kind_and_a_later_kind_is_never_dropped(self, run):
         file = StateFile(run, RunState(RUN_ID, "running", 1.0))
-        for step in (1, 1, *range(200)):
-            file.alarm("non_finite", "NaN", step)
-        assert len(file.state.alarms) == 100
+        for step in range(1, 201):
+            for _ in range(2):
+                file.alarm("accuracy_one", f"accuracy 1.0 at step {step}", step)
+        file.alarm("stall", "no step for 300 s after step 200", 200)
+        often, stall = read_record(RunState, run.state).alarms
+        assert (often.kind, often.count, often.step) == ("accuracy_one", 200, 1)
+        assert often.message == "accuracy 1.0 at step 200"
+        assert (stall.kind, stall.count, stall.step) == ("stall", 1, 200)
+
+    def test_the_number_of_kinds_is_bounded(self, run):
+        file = StateFile(run, RunState(RUN_ID, "running", 1.0))
+        for number in range(105):
+            file.alarm(f"kind {number}", "x")
+        assert len(read_record(RunState, run.state).alarms) == 100
+
+    def test_a_further_alarm_of_a_kind_does_not_wait_for_the_disk_but_gets_there(self, run):
+        file = StateFile(run, RunState(RUN_ID, "running", 1.0))
+        for step in range(1, 6):
+            file.alarm("accuracy_one", "accuracy 1.0", step)
+        assert read_record(RunState, run.state).alarms[0].count == 1
+        file.flush()
+        file.change(stop_by="tester")
+        assert read_record(RunState, run.state).alarms[0].count == 5
+
+    def test_an_alarm_of_before_there_was_a_count_is_one(self, run):
+        run.state.write_text(
+            '{"run_id": "r", "state": "failed", "since": 1.0,'
+            ' "alarms": [{"kind": "stall", "message": "x", "time": 1.0, "step": 2}]}'
+        )
+        assert [alarm.count for alarm in read_record(RunState, run.state).alarms] == [1]
 
 
 class TestEscalation:

@@ -54,6 +54,14 @@ class Launch:
         self._remember = remember
         self._noted = False
 
+    def farewell(self) -> str:
+        """Return what to say to somebody who presses Ctrl-C now."""
+        if self._noted:
+            run = self._request.spec.run_id
+            return f"detached; the run goes on: `dflashctl status --run {run}`, `dflashctl logs -f`"
+        # The word of a launch may have been on its way: who has to be sure asks.
+        return "interrupted; nothing was launched that we were told of; `dflashctl status` makes sure"
+
     def __call__(self, data: dict[str, Any]) -> None:
         """Take one event frame."""
         if (data.get("kind"), data.get("role"), data.get("phase")) == (events.Phase.kind, "agent", "launched"):

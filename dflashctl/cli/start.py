@@ -70,7 +70,7 @@ def verb(common: Common, options: StartOptions, **training_flags: str | None) ->
     try:
         status = session.here(start_run(session, request, talk, launch))
     except KeyboardInterrupt:
-        ERR.line(f"\ndetached; what was launched goes on: `dflashctl status --run {spec.run_id}`, `dflashctl logs -f`")
+        ERR.line(f"\n{launch.farewell()}")
         return int(ExitCode.INTERRUPTED)
     show_started(status, talk, session, common.as_json)
     return int(ExitCode.FAILED if status.state in (Lifecycle.FAILED, Lifecycle.LOST) else ExitCode.OK)

@@ -196,3 +196,14 @@ def test_the_last_line_takes_loss_and_waits_from_the_events_that_passed(session,
         talk({"kind": event.kind, **plain(event)})
     show_started(RunStatus("r", "running", step=7), talk, session, as_json=False)
     assert capsys.readouterr().out == "step 1, loss 9.75, targets wait 3%, drafters 40%\n"
+
+
+def test_ctrl_c_speaks_of_a_run_only_once_there_is_one(session):
+    heard = Launch(session, request_for(session), Talk())
+    assert "nothing was launched" in heard.farewell()
+    phase = ev.Phase(time=0.0, rank=0, role="agent", phase="preflight")
+    heard({"kind": phase.kind, **plain(phase)})
+    assert "nothing was launched" in heard.farewell()
+    launched = dataclasses.replace(phase, phase="launched")
+    heard({"kind": launched.kind, **plain(launched)})
+    assert heard.farewell().startswith("detached; the run goes on")

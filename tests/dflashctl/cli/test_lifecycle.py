@@ -292,3 +292,20 @@ def test_rollback_with_one_release_and_with_none(cli, standin_tree):
     one = cli("rollback")
     assert one.returncode == ExitCode.PREFLIGHT
     assert f"release {release} is the only one that was deployed there" in one.stderr
+
+
+def test_ctrl_c_in_preflight_says_that_nothing_was_launched(cli, standin_tree):
+    tree = standin_tree()
+    main = tree / "trainer" / "__main__.py"
+    slow = 'if sys.argv[1] == "preflight":\n    import time\n\n    time.sleep(20)\n'
+    main.write_text(main.read_text().replace("verb = sys.argv[1]\n", f"{slow}verb = sys.argv[1]\n"))
+    deploy(cli, tree)
+    process = subprocess.Popen(
+        cli.command("start"), cwd=cli.directory, env=cli.environment(), stderr=subprocess.PIPE, text=True
+    )
+    while "preflight" not in (line := process.stderr.readline()):
+        assert line
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, "nothing was launched" in errors) == (ExitCode.INTERRUPTED, True)
+    assert json.loads(cli("status", "--json").stdout)["state"] == "none"

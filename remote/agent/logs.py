@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from remote.agent.lifecycle import choose_run, lifecycle_of, lives, no_such_run,
 from remote.agent.tail import line_start
 from remote.agent.wire import Answer, Request
 from remote.protocol.codec import plain
-from remote.protocol.errors import usage_error
+from remote.protocol.errors import DflashError, usage_error
 from remote.protocol.layout import RootLayout, RunLayout
 from remote.protocol.records import ExitRecord
 
@@ -50,6 +51,14 @@ def _path(run: RunLayout, name: str) -> Path:
     if name not in paths:
         raise usage_error(f"no log file {name!r}", hint=f"one of {', '.join(paths)}")
     return paths[name]
+
+
+def _no_log(path: Path, reason: str) -> DflashError:
+    return DflashError(
+        f"run {path.parent.name} has no log that can be read",
+        cause=f"{path}: {reason}",
+        hint="move away what has the log's name, or ask as the user that started the run",
+    )
 
 
 def _follow(run: RunLayout, follower: Follower, answer: Answer) -> None:
@@ -130,10 +139,17 @@ class Follower:
 
     def _open(self, path: Path) -> bool:
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Non-blocking: a pipe of that name would keep us until somebody writes to it. A file does not care.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             return False
-        status = os.fstat(self._descriptor)
+        except OSError as error:
+            raise _no_log(path, str(error.strerror)) from error
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            raise _no_log(path, "it is not a file")
+        self._descriptor = descriptor
         self._identity = (status.st_dev, status.st_ino)
         self._offset = 0
         self._deleted = False

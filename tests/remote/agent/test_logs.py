@@ -233,3 +233,14 @@ class TestVerb:
         assert far.call("logs").error["code"] == 3
         assert far.call("logs", run="20200101-000000-aaaaaa").error["code"] == 3
         assert far.call("logs", run="../..").error["code"] == 3
+
+    @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+    @pytest.mark.parametrize("follow", [False, True])
+    def test_what_is_no_file_is_told_with_a_way_out(self, far, make, follow):
+        run = far.root.run("20200101-000000-aaaaaa")
+        run.create()
+        make(run.train_log)
+        error = far.call("logs", follow=follow, tail=10).error
+        assert (error["code"], run.run_id in error["error"]) == (1, True)
+        assert "not a file" in error["cause"]
+        assert error["hint"]

@@ -42,6 +42,18 @@ def test_runs_are_listed_newest_first(far):
     assert run_ids(far.root)[0].startswith("2030")
 
 
+def test_a_file_that_is_named_like_a_run_is_none(far):
+    name = "20990101-000000-aaaaaa"
+    (far.root.runs / name).touch()
+    assert far.ok("runs") == {"runs": []}
+    assert far.ok("status")["state"] == "none"
+    for verb in ("status", "logs", "stop"):
+        assert far.call(verb, run=name).error["code"] == 3
+        assert far.call(verb).returncode == 0
+    assert far.running()["run_id"] != name
+    assert far.ok("status")["step"] > 0
+
+
 def test_status_without_a_name_means_the_living_run(far):
     far.running()
     far.root.run("20990101-000000-aaaaaa").create()

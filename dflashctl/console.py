@@ -73,6 +73,11 @@ def width() -> int:
     return min(max(shutil.get_terminal_size().columns, 40), 120)
 
 
+def one_line(text: str) -> str:
+    """Return `text` for a cell of a table or one line of a card: control characters shown, the tab among them."""
+    return harmless(text.replace("\t", "\\t"))
+
+
 def harmless(text: str) -> str:
     """Return `text` with control characters shown instead of obeyed."""
     return text.translate(_HARMLESS)

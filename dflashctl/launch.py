@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from dflashctl.agent_client import StartRequest
-from dflashctl.console import ERR, OUT, harmless
+from dflashctl.console import ERR, OUT, harmless, one_line
 from dflashctl.errors import ConnectionLost
 from dflashctl.results import Resumed
 from dflashctl.session import Session, operator
@@ -19,6 +19,9 @@ from remote.protocol.codec import dumps
 from remote.protocol.errors import DflashError, ExitCode, usage_error
 from remote.protocol.layout import new_run_id
 from remote.protocol.records import Lifecycle, RunSpec, RunStatus
+
+NAME_LENGTH, NOTE_LENGTH = 200, 2000
+"""Characters: a name is a column of a table, a note a paragraph of a card."""
 
 # A lost connection is asked again under the same run id: it becomes a query, never a second run.
 _RETRY_PAUSES = (0.5, 1.0, 2.0, 4.0)
@@ -79,6 +82,22 @@ class Launch:
         if self._remember:
             known = dataclasses.replace(self._session.destination(), config=self._remember)
             self._session.remember(known, make_current=False)
+
+
+def check_label(option: str, text: str, limit: int) -> None:
+    """Raise a usage error for a name or note that is no single line of at most `limit` characters."""
+    if one_line(text) != text:
+        raise usage_error(
+            f"{option} {text!r} is not possible",
+            cause="it has control characters (a line break, a tab, an escape), which would break every table it stands in",
+            hint="write it on one line",
+        )
+    if len(text) > limit:
+        raise usage_error(
+            f"{option} is too long",
+            cause=f"it has {len(text):,} characters, and at most {limit:,} are kept",
+            hint="shorten it; a longer story fits a file beside the configuration",
+        )
 
 
 def make_spec(session: Session, training: Training, *, name: str, note: str) -> RunSpec:

@@ -50,10 +50,19 @@ def _check_host(text: str) -> None:
         raise ValueError("expected a host name, user@host, or local")
 
 
-def _check_python(text: str) -> None:
+def _is_plain(text: str) -> bool:
     # argv of the far end: `pct exec` destroys what is not ASCII when the host's locale is C.
-    if not text.isascii() or not text.isprintable() or text.startswith("-"):
-        raise ValueError("expected the path of a Python interpreter, in ASCII")
+    return text.isascii() and text.isprintable() and not text.startswith("-")
+
+
+def _check_root(text: str) -> None:
+    if not _is_plain(text):
+        raise ValueError("expected a directory over there, in ASCII and without a leading dash")
+
+
+def _check_python(text: str) -> None:
+    if not _is_plain(text):
+        raise ValueError("expected the path of a Python interpreter, in ASCII and without a leading dash")
 
 
 SETTINGS = {
@@ -62,12 +71,17 @@ SETTINGS = {
         Setting("host", "where runs live: local, or an ssh destination", "local", _check_host),
         Setting("ct", "container id on that host, where there is one", "", _check_ct),
         Setting("ssh_config", "ssh configuration file to use", is_path=True),
-        Setting("root", "directory of releases and runs over there; empty: it chooses", check=_check_python),
+        Setting("root", "directory of releases and runs over there; empty: it chooses", check=_check_root),
         Setting("python", "Python interpreter over there; empty: chosen by kind of host", check=_check_python),
         Setting("source", "source tree to deploy; empty: nearest parent directory that is one", is_path=True),
         Setting("config", "training configuration `start` uses; empty: the last one, else a preset", is_path=True),
         Setting("limit", "start: seconds without a sign of progress before it gives up waiting", "600", _check_seconds),
-        Setting("grace", "stop: seconds without checkpoint progress before it gets rougher", "120", _check_seconds),
+        Setting(
+            "grace",
+            "stop: seconds without checkpoint progress before it gets rougher; `stop --now` does not wait at all",
+            "120",
+            _check_seconds,
+        ),
     )
 }
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dflashctl.console import Stream, harmless, width
+from dflashctl.console import Stream, harmless, one_line, width
 from dflashctl.training import Training
 from remote.protocol.events import (
     AlarmRaised,
@@ -35,6 +35,9 @@ STATE_STYLES: dict[str, str] = {
     Lifecycle.NONE: "dim",
 }
 
+_LEAST_NAME, _LONGEST_NAME = 12, 200
+"""Columns of a run's name in the table of runs: even on a narrow terminal, and where there is none."""
+
 
 def duration(seconds: float) -> str:
     """Return a time as a person reads it: 8.2 s, 3m 20s, 5h 02m, 3d 4h."""
@@ -58,7 +61,7 @@ def size(count: float) -> str:
 
 def card(rows: Iterable[tuple[str, str]], out: Stream) -> list[str]:
     """Return aligned `label  text` lines; rows without text are left out."""
-    return [f"{out.style(f'{label:<11}', 'dim')} {text}" for label, text in rows if text]
+    return [f"{out.style(f'{label:<11}', 'dim')} {one_line(text)}" for label, text in rows if text]
 
 
 def status_lines(status: RunStatus, where: str, out: Stream, now: float | None = None) -> list[str]:
@@ -67,7 +70,7 @@ def status_lines(status: RunStatus, where: str, out: Stream, now: float | None =
     if status.state == Lifecycle.NONE:
         return [f"no run yet on {where}; `dflashctl start` begins one"]
     state = out.style(harmless(status.state), STATE_STYLES.get(status.state, "bold"))
-    name = f" ({status.name})" if status.name else ""
+    name = f" ({one_line(status.name)})" if status.name else ""
     # A state of a newer far end is shown as it is.
     alive = status.state in list(Lifecycle) and Lifecycle(status.state).alive
     label = out.style("ALARM", "red bold")
@@ -78,16 +81,16 @@ def status_lines(status: RunStatus, where: str, out: Stream, now: float | None =
             ("step", _step_text(status)),
             ("loss", "" if status.loss is None else f"{status.loss:.4f}"),
             ("speed", "" if status.tokens_per_second is None else f"{status.tokens_per_second:,.0f} tok/s"),
-            ("phase", harmless(status.phase) if alive else ""),
+            ("phase", status.phase if alive else ""),
             ("layout", status.topology),
             ("last sign", f"{duration(max(now - status.last_event, 0))} ago" if alive and status.last_event else ""),
             ("begun", _begun(status, now)),
             ("resumed", status.resumed_from),
             ("checkpoint", status.last_checkpoint),
             ("release", status.release),
-            ("note", harmless(status.note)),
+            ("note", status.note),
             ("directory", status.run_dir),
-            ("message", harmless(status.message)),
+            ("message", status.message),
         ],
         out,
     )
@@ -134,11 +137,22 @@ def runs_lines(runs: Sequence[RunStatus], out: Stream, now: float | None = None)
             "" if run.loss is None else f"{run.loss:.4f}",
             f"{duration(max(now - run.created, 0))} ago" if run.created else "",
             run.release,
-            run.name,
         ]
         for run in runs
     ]
-    return table(("run", "state", "step", "loss", "begun", "release", "name"), rows, out)
+    # A registry may hold what an older release let in: names with line breaks, or of a megabyte.
+    rows = [[one_line(cell) for cell in row] for row in rows]
+    headings = ("run", "state", "step", "loss", "begun", "release")
+    used = sum(max(map(len, column)) + 2 for column in zip(headings, *rows, strict=True))
+    # What reads a pipe may search for a name: there it is cut only where no name of today would be.
+    room = max(width() - used, _LEAST_NAME) if out.file.isatty() else _LONGEST_NAME
+    named = [[*row, shortened(one_line(run.name), room)] for row, run in zip(rows, runs, strict=True)]
+    return table((*headings, "name"), named, out)
+
+
+def shortened(text: str, columns: int) -> str:
+    """Return `text` in at most `columns` characters, the last of them an ellipsis where it was cut."""
+    return text if len(text) <= columns else text[: columns - 1] + "…"
 
 
 def plan_lines(training: Training, out: Stream) -> list[str]:

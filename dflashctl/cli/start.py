@@ -46,7 +46,16 @@ def verb(common: Common, options: StartOptions, **training_flags: str | None) ->
     """
     from dflashctl.agent_client import StartRequest
     from dflashctl.console import ERR
-    from dflashctl.launch import Launch, make_spec, read_resume, show_started, start_run
+    from dflashctl.launch import (
+        NAME_LENGTH,
+        NOTE_LENGTH,
+        Launch,
+        check_label,
+        make_spec,
+        read_resume,
+        show_started,
+        start_run,
+    )
     from dflashctl.session import Session
     from dflashctl.talk import Talk
     from dflashctl.training import resolve_training, typed_values
@@ -56,6 +65,8 @@ def verb(common: Common, options: StartOptions, **training_flags: str | None) ->
 
     session = Session.open(common.flags() | {"config": options.config, "limit": options.limit}, verbose=common.verbose)
     # Before any contact: what is wrong with the command line is said first.
+    check_label("--name", options.name, NAME_LENGTH)
+    check_label("--note", options.note, NOTE_LENGTH)
     typed = typed_values(training_flags, options.assignments or [])
     resumed = read_resume(session, options.resume) if options.resume else None
     base = resumed.spec if resumed is not None and options.config is None else None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import os
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -196,3 +199,38 @@ def test_a_pipe_is_never_live_even_with_force_color(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert not OUT.live
+
+
+class Screen(Stream):
+    """A stream that says it is a terminal, without colours."""
+
+    class Device(io.StringIO):
+        def isatty(self):
+            return True
+
+    @property
+    def file(self):
+        return self.Device()
+
+
+@given(st.lists(st.text(max_size=300), min_size=1, max_size=4))
+def test_whatever_old_runs_are_called_each_has_one_line_that_fits(names):
+    runs = [dataclasses.replace(STATUS, name=name) for name in names]
+    for stream in (Screen("stdout"), OUT):
+        lines = runs_lines(runs, stream, now=1060.0)
+        assert len(lines) == len(names) + 1
+        assert not any(ord(letter) < 32 or 127 <= ord(letter) < 160 for line in lines[1:] for letter in line)
+    with mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}):
+        assert max(map(len, runs_lines(runs, Screen("stdout"), now=1060.0))) <= 100
+
+
+def test_a_name_of_today_is_whole_in_a_pipe_and_cut_on_a_terminal():
+    run = dataclasses.replace(STATUS, name="n" * 200)
+    assert runs_lines([run], OUT)[1].endswith(" " + "n" * 200)
+    assert runs_lines([run], Screen("stdout"))[1].endswith("n…")
+
+
+def test_the_card_escapes_what_the_far_end_says():
+    evil = dataclasses.replace(STATUS, name="a\nb", note="c\td", topology="\x1b[2J", last_checkpoint="\x07")
+    text = "\n".join(status_lines(evil, "local", OUT, now=1060.0))
+    assert [word for word in ("(a\\x0ab)", "c\\td", "\\x1b[2J", "\\x07") if word not in text] == []

@@ -152,8 +152,7 @@ def status_of(run: RunLayout) -> RunStatus:
     started = next((event for event in first_events(run.events) if isinstance(event, RunStarted)), None)
     step = tail.step
     problems = [problem for problem in (spec_problem, state_problem, exit_problem) if problem]
-    # While processes live, an exit.json (of a stop that just stood in) is not the last word.
-    message = ended.message if ended is not None and not state.alive else _lost_message(state, kept)
+    message = _last_word(state, kept, ended)
     saved = tail.checkpoint.path if tail.checkpoint is not None else ""
     return RunStatus(
         run_id=run.run_id,
@@ -182,7 +181,16 @@ def status_of(run: RunLayout) -> RunStatus:
     )
 
 
-def _lost_message(state: Lifecycle, kept: RunState | None) -> str:
+def _last_word(state: Lifecycle, kept: RunState | None, ended: ExitRecord | None) -> str:
+    # While processes live, an exit.json (of a stop that just stood in) is not the last word.
+    if state.alive:
+        return ""
+    if ended is not None and state is Lifecycle.LOST:
+        # `lost` without a reason would send people looking for a reboot.
+        unknown = f"exit.json names a result that this agent does not know, {ended.result[:40]!r}"
+        return f"{unknown}: {ended.message}" if ended.message else unknown
+    if ended is not None:
+        return ended.message
     if state is not Lifecycle.LOST:
         return ""
     # A container start gives a new boot id, and pids begin at 1 again.

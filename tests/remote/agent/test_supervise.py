@@ -69,6 +69,15 @@ def test_a_newer_state_json_is_read(far):
     assert far.ok("status")["state"] == "stopped"
 
 
+@pytest.mark.parametrize("result", ["paused", "lost", "", "x" * 10_000])
+def test_a_result_that_is_unknown_is_lost_and_says_why(run, result):
+    assert write_exit(run, ExitRecord(RUN_ID, result, 1.0, "a newer agent", message="waits for a GPU"))
+    status = status_of(run)
+    assert status.state == "lost"
+    assert f"does not know, {result[:40]!r}: waits for a GPU" in status.message
+    assert len(status.message) < 200
+
+
 def test_an_unreadable_stop_json_is_a_stop(far, wait_for):
     far.running()
     far.run.stop.write_bytes(b"\x00garbage")

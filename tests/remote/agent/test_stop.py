@@ -86,7 +86,8 @@ def test_stop_while_starting(far):
     call = far.begin("start", **request)
     call.until(lambda frame: b"run_started" in frame.payload)
     assert far.call("stop").result["status"]["state"] == "stopped"
-    assert call.reply().result["status"]["state"] == "stopped"
+    status = call.reply().result["status"]
+    assert (status["state"], status["step"]) == ("stopped", 0), "whoever waits for the first step can tell"
 
 
 def test_checkpoint_progress_extends_the_grace(far):

@@ -20,7 +20,7 @@ from remote.protocol.events import (
     SaveProgress,
     Step,
 )
-from remote.protocol.records import Lifecycle, RunStatus
+from remote.protocol.records import Alarm, Lifecycle, RunStatus
 from trainer.config import config_flags
 
 STATE_STYLES: dict[str, str] = {
@@ -73,8 +73,7 @@ def status_lines(status: RunStatus, where: str, out: Stream, now: float | None =
     name = f" ({one_line(status.name)})" if status.name else ""
     # A state of a newer far end is shown as it is.
     alive = status.state in list(Lifecycle) and Lifecycle(status.state).alive
-    label = out.style("ALARM", "red bold")
-    lines = [f"{label} {alarm.kind}: {harmless(alarm.message)}" for alarm in status.alarms]
+    lines = alarm_lines(status.alarms, out)
     lines.append(f"{out.style(status.run_id, 'bold')}{name} on {where}: {state}")
     lines += card(
         [
@@ -97,6 +96,20 @@ def status_lines(status: RunStatus, where: str, out: Stream, now: float | None =
     if status.traceback and status.state == Lifecycle.FAILED:
         lines += ["", *indented(status.traceback)]
     return lines
+
+
+def alarm_lines(alarms: Sequence[Alarm], out: Stream) -> list[str]:
+    """Return one line a kind of alarm: how often it came, and its newest message."""
+    times: dict[str, int] = {}
+    # A run of an older release keeps each occurrence as an alarm of its own, with a count of 1.
+    for alarm in alarms:
+        times[alarm.kind] = times.get(alarm.kind, 0) + alarm.count
+    newest = {alarm.kind: alarm.message for alarm in alarms}
+    label = out.style("ALARM", "red bold")
+    return [
+        f"{label} {one_line(kind)}: {one_line(newest[kind])}{f' ({count} times)' if count > 1 else ''}"
+        for kind, count in times.items()
+    ]
 
 
 def indented(text: str) -> list[str]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dflashctl.console import OUT, Stream, harmless, width
 from dflashctl.training import Training
 from dflashctl.views import (
+    alarm_lines,
     duration,
     event_text,
     first_step_line,
@@ -234,3 +235,16 @@ def test_the_card_escapes_what_the_far_end_says():
     evil = dataclasses.replace(STATUS, name="a\nb", note="c\td", topology="\x1b[2J", last_checkpoint="\x07")
     text = "\n".join(status_lines(evil, "local", OUT, now=1060.0))
     assert [word for word in ("(a\\x0ab)", "c\\td", "\\x1b[2J", "\\x07") if word not in text] == []
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), max_size=8))
+def test_alarms_are_one_line_a_kind_with_their_number(raised):
+    alarms = tuple(Alarm(kind, f"message {index}", 0.0, count=count) for index, (kind, count) in enumerate(raised))
+    lines = alarm_lines(alarms, OUT)
+    assert [line.split()[1].rstrip(":") for line in lines] == list(dict.fromkeys(kind for kind, _ in raised))
+    for line in lines:
+        kind = line.split()[1].rstrip(":")
+        times = sum(count for each, count in raised if each == kind)
+        assert line.endswith(f"({times} times)") is (times > 1)
+        newest = max(index for index, (each, _) in enumerate(raised) if each == kind)
+        assert f"message {newest}" in line

@@ -8,7 +8,7 @@ from typing import Any
 
 from dflashctl.agent_client import StartRequest
 from dflashctl.console import ERR, OUT, harmless, one_line
-from dflashctl.errors import ConnectionLost
+from dflashctl.errors import ConnectionLost, report
 from dflashctl.results import Resumed
 from dflashctl.session import Session, operator
 from dflashctl.talk import Talk
@@ -144,6 +144,22 @@ def _ask_until_answered(session: Session, request: StartRequest, talk: Talk, lau
             talk.say(f"{error.error} ({error.cause}); asking again")
             time.sleep(pause)
     return session.client.start(request, launch)
+
+
+def judge_started(status: RunStatus, resumed: Resumed | None) -> int:
+    """Return the exit code of a start with this outcome, and say what is wrong where it trained no step."""
+    if status.state in (Lifecycle.FAILED, Lifecycle.LOST):
+        return int(ExitCode.FAILED)
+    # A resumed run begins to count at the step of its checkpoint.
+    if status.state == Lifecycle.STOPPED and status.step <= (0 if resumed is None else resumed.step):
+        error = DflashError(
+            f"run {status.run_id} was stopped before its first step",
+            cause=status.message or "somebody asked it to stop while it loaded",
+            hint="start it again; `dflashctl runs` lists what ran",
+        )
+        # Never as JSON: the status is on stdout already.
+        return report(error, as_json=False)
+    return int(ExitCode.OK)
 
 
 def show_started(status: RunStatus, talk: Talk, session: Session, as_json: bool) -> None:

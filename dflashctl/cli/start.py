@@ -51,6 +51,7 @@ def verb(common: Common, options: StartOptions, **training_flags: str | None) ->
         NOTE_LENGTH,
         Launch,
         check_label,
+        judge_started,
         make_spec,
         read_resume,
         show_started,
@@ -61,7 +62,6 @@ def verb(common: Common, options: StartOptions, **training_flags: str | None) ->
     from dflashctl.training import resolve_training, typed_values
     from dflashctl.views import plan_lines
     from remote.protocol.errors import ExitCode
-    from remote.protocol.records import Lifecycle
 
     session = Session.open(common.flags() | {"config": options.config, "limit": options.limit}, verbose=common.verbose)
     # Before any contact: what is wrong with the command line is said first.
@@ -84,7 +84,7 @@ def verb(common: Common, options: StartOptions, **training_flags: str | None) ->
         ERR.line(f"\n{launch.farewell()}")
         return int(ExitCode.INTERRUPTED)
     show_started(status, talk, session, common.as_json)
-    return int(ExitCode.FAILED if status.state in (Lifecycle.FAILED, Lifecycle.LOST) else ExitCode.OK)
+    return judge_started(status, resumed)
 
 
 add_parameters(verb, training_parameters())

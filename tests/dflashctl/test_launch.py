@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from dflashctl.agent_client import AgentClient, StartRequest
 from dflashctl.errors import ConnectionLost
-from dflashctl.launch import Launch, make_spec, show_started, start_run
+from dflashctl.launch import Launch, judge_started, make_spec, show_started, start_run
+from dflashctl.results import Resumed
 from dflashctl.session import Session
 from dflashctl.talk import Talk
 from dflashctl.training import Training
@@ -207,3 +208,26 @@ def test_ctrl_c_speaks_of_a_run_only_once_there_is_one(session):
     launched = dataclasses.replace(phase, phase="launched")
     heard({"kind": launched.kind, **plain(launched)})
     assert heard.farewell().startswith("detached; the run goes on")
+
+
+@pytest.mark.parametrize(
+    ("state", "step", "resumed_at", "code"),
+    [
+        ("running", 1, None, 0),
+        ("running", 0, None, 0),
+        ("finished", 0, None, 0),
+        ("stopped", 3, None, 0),
+        ("stopped", 0, None, 1),
+        ("stopped", 17, 17, 1),
+        ("stopped", 0, 17, 1),
+        ("stopped", 18, 17, 0),
+        ("failed", 3, None, 1),
+        ("lost", 3, None, 1),
+    ],
+)
+def test_a_start_that_trained_no_step_and_did_not_finish_is_a_failure(session, capsys, state, step, resumed_at, code):
+    spec = make_spec(session, training_of(device="cpu"), name="", note="")
+    resumed = None if resumed_at is None else Resumed(spec, "/c", resumed_at)
+    assert judge_started(RunStatus("r", state, step=step), resumed) == code
+    said = "error: run r was stopped before its first step" in capsys.readouterr().err
+    assert said is (state == "stopped" and code == 1)

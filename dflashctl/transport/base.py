@@ -6,8 +6,11 @@ this module knows how many hops there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from remote.protocol.errors import DflashError, ExitCode
 
 
 class Silence(Exception):
@@ -16,6 +19,20 @@ class Silence(Exception):
 
 class ChannelClosed(Exception):
     """The far end no longer reads; what it had to say may still be received."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of `doctor`: what was looked at, how it stands, and the way out where it is wrong.
+
+    `code` is the exit code of a doctor whose first failed line this is.
+    """
+
+    name: str
+    state: Literal["ok", "warning", "failed"]
+    text: str
+    hint: str = ""
+    code: ExitCode = ExitCode.NO_ANSWER
 
 
 class Channel(Protocol):
@@ -52,6 +69,17 @@ class Transport(Protocol):
 
     def open(self, argv: Sequence[str]) -> Channel:
         """Start `argv` (ASCII) there. Raises NoAnswer when the destination cannot be reached or has no such program."""
+        ...
+
+    def explain(self, said: str) -> DflashError | None:
+        """Return what `said`, the last words of a command that never answered, means; None for words of no hop.
+
+        Only asked after a failure, so it may ask a hop about its state (`pct status`) at the price of a call.
+        """
+        ...
+
+    def examine(self) -> Iterator[Finding]:
+        """Look at each hop, the nearest first; ends after a hop that failed, for nothing behind it can be seen."""
         ...
 
     def close(self) -> None:

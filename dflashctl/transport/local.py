@@ -6,11 +6,12 @@ import os
 import selectors
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 from dflashctl.errors import NoAnswer
-from dflashctl.transport.base import ChannelClosed, Silence
+from dflashctl.transport.base import ChannelClosed, Finding, Silence
+from remote.protocol.errors import DflashError
 
 # A pipe holds 64 KiB on Linux: one read empties it, and more than that is never written at once.
 _PIECE = 1 << 16
@@ -151,6 +152,12 @@ class Local:
                 cause=error.strerror or str(error),
                 hint="name a Python 3.11 or newer with --python PATH",
             ) from error
+
+    def explain(self, said: str) -> DflashError | None:
+        """There is no hop between this process and the agent: what it said last is the agent's own."""
+
+    def examine(self) -> Iterator[Finding]:
+        yield from ()
 
     def close(self) -> None:
         """Nothing is kept open between calls."""

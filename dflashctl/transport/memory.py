@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dflashctl.transport.base import ChannelClosed, Silence
+from dflashctl.transport.base import ChannelClosed, Finding, Silence
+from remote.protocol.errors import DflashError
 
 Handler = Callable[[Sequence[str], bytes], Iterable[bytes | Exception]]
 """Gets argv and the input sent so far when the client begins to read; yields pieces of the answer, or an exception to raise."""
@@ -60,6 +61,12 @@ class Memory:
         channel.stderr = self._stderr
         self.channels.append(channel)
         return channel
+
+    def explain(self, said: str) -> DflashError | None:
+        """No hop, nothing to explain."""
+
+    def examine(self) -> Iterator[Finding]:
+        yield from ()
 
     def close(self) -> None:
         """Nothing is held."""

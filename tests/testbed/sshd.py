@@ -154,7 +154,7 @@ class Sshd:
         # An interrupted test run must leave no sshd behind: it is killed when this thread dies.
         command = ["setpriv", "--pdeathsig", "KILL", *self._enter, SSHD, "-D", "-e", "-f", str(configuration)]
         with (self.folder / "log").open("ab") as log:
-            before = log.tell()
+            before = len(self.log())
             self._listener = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline = time.monotonic() + _START_PATIENCE
         while self._listener.poll() is None and time.monotonic() < deadline:

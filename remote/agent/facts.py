@@ -10,6 +10,7 @@ from typing import Any
 from remote.agent.gpus import list_gpus
 from remote.agent.interpreters import packages_of
 from remote.agent.lifecycle import lives, run_ids
+from remote.agent.memory import memory
 from remote.agent.roots import current_release, interpreter
 from remote.agent.wire import Answer, Request
 from remote.protocol.codec import plain
@@ -38,7 +39,7 @@ def facts(request: Request, answer: Answer) -> None:
             **found,
             # Not cpu_count(): a container sees all cores of its host there.
             "cpus": len(os.sched_getaffinity(0)),
-            "memory": memory(),
+            "memory": plain(memory()),
             "shm": free_space(Path("/dev/shm")),
             "disk": free_space(root.path),
             "release": current_release(root),
@@ -58,23 +59,3 @@ def free_space(path: Path) -> dict[str, int]:
     except OSError:
         return {"total": 0, "free": 0}
     return {"total": usage.total, "free": usage.free}
-
-
-def memory() -> dict[str, int]:
-    """Return total and available bytes of memory, and the cgroup's limit (0: none).
-
-    lxcfs shows a container its own total; elsewhere only the cgroup knows the limit.
-    """
-    values: dict[str, int] = {}
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        key, _, rest = line.partition(":")
-        values[key] = int(rest.split()[0]) * 1024
-    return {"total": values.get("MemTotal", 0), "available": values.get("MemAvailable", 0), "limit": _cgroup_limit()}
-
-
-def _cgroup_limit() -> int:
-    try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        return 0
-    return int(text) if text.isdigit() else 0

@@ -52,12 +52,18 @@ def list_gpus() -> list[Gpu]:
     except subprocess.TimeoutExpired as error:
         raise preflight_error("nvidia-smi does not answer", cause=f"no word in {_QUERY_SECONDS:.0f} s") from error
     if answer.returncode != 0:
+        said = (answer.stdout + answer.stderr).strip()[:300]
         raise preflight_error(
-            "nvidia-smi failed",
-            cause=(answer.stdout + answer.stderr).strip()[:300] or f"it ended with code {answer.returncode}",
-            hint="a container loses its GPUs after a daemon-reload or a driver update on the host: restart it",
+            "nvidia-smi failed", cause=said or f"it ended with code {answer.returncode}", hint=_way_out(said)
         )
     return parse_gpus(answer.stdout)
+
+
+def _way_out(said: str) -> str:
+    if "driver/library version mismatch" in said.lower():
+        return "the host's driver was updated under its old kernel module: reboot the host, then restart the container"
+    # "Failed to initialize NVML: Unknown Error": its cgroup no longer lets it open the devices.
+    return "a container loses its GPUs after a daemon-reload or a driver update on the host: restart it"
 
 
 def parse_gpus(text: str) -> list[Gpu]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from remote.agent.environment import base_environment
 from remote.protocol.errors import preflight_error
@@ -14,15 +14,19 @@ PACKAGES = ("torch", "transformers", "safetensors", "numpy", "flash-linear-atten
 
 # Metadata only: importing torch to ask its version would take seconds.
 _PROGRAM = """\
-import json, sys
-from importlib.metadata import PackageNotFoundError, version
-found = {}
+import json, os, sys, sysconfig
+from importlib.metadata import PackageNotFoundError, distribution
+found, where = {}, {}
 for name in sys.argv[1:]:
     try:
-        found[name] = version(name)
+        package = distribution(name)
+        found[name], where[name] = package.version, str(package.locate_file(""))
     except PackageNotFoundError:
         pass
-print(json.dumps({"python": "%d.%d.%d" % sys.version_info[:3], "packages": found}))
+marker = os.path.join(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")
+managed = sys.prefix == sys.base_prefix and os.path.exists(marker)
+python = "%d.%d.%d" % sys.version_info[:3]
+print(json.dumps({"python": python, "packages": found, "where": where, "managed": managed}))
 """
 
 
@@ -33,6 +37,10 @@ class Interpreter:
     path: str
     python: str
     versions: dict[str, str]
+    where: dict[str, str] = field(default_factory=dict[str, str])
+    """Directory that each package was found in."""
+    managed: bool = False
+    """Whether pip refuses to install into it, for it belongs to the distribution (PEP 668)."""
 
     @property
     def fingerprint(self) -> str:
@@ -59,4 +67,5 @@ def packages_of(python: str) -> Interpreter:
         raise preflight_error(
             f"{python} does not work", cause=str(error), hint="pass --python PATH of a Python 3.11 or newer"
         ) from error
-    return Interpreter(python, str(said["python"]), {str(key): str(value) for key, value in said["packages"].items()})
+    versions, where = ({str(key): str(value) for key, value in said[part].items()} for part in ("packages", "where"))
+    return Interpreter(python, str(said["python"]), versions, where, bool(said["managed"]))

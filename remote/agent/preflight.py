@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,13 +74,16 @@ def _config_file(config: Mapping[str, Any]) -> Generator[str]:
         Path(name).unlink(missing_ok=True)
 
 
-def preflight(python: str, environment: Mapping[str, str], config: Mapping[str, Any], answer: Answer) -> None:
-    """Run `python -m trainer preflight` on a configuration. Raises the DflashError that it reports."""
+def preflight(
+    python: str, environment: Mapping[str, str], config: Mapping[str, Any], answer: Answer, flags: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Run `python -m trainer preflight` on a configuration; return what it found. Raises the DflashError that it reports."""
     with _config_file(config) as path, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        command = [python, "-m", "trainer", "preflight", "--config-json", path, "--json"]
+        command = [python, "-m", "trainer", "preflight", "--config-json", path, "--json", *flags]
         code = run_trainer_verb(command, environment, output, errors, answer)
         if code != 0:
             raise _reported(code, content_of(output), content_of(errors))
+        return (json_lines(content_of(output)) or [{}])[-1]
 
 
 def content_of(file: IO[bytes]) -> str:

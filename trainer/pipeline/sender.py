@@ -55,8 +55,16 @@ class Publisher:
         ):
             into.copy_(tokens)
         done.wait_host()
-        self._ring.write_header(self._pairs[drafter], slot, _completed(header, packed))
+        self._ring.write_header(self._pairs[drafter], slot, self._completed(header, packed))
         self._channels[drafter].send(SlotMessage(MessageKind.READY, slot, row.batch))
+
+    def _completed(self, header: SlotHeader, packed: PackedStates) -> SlotHeader:
+        # CPU-GPU sync points, behind the copy: the values are there already. On the copy stream, for on its own stream the
+        # publishing thread would wait for the next forward, which is enqueued there by now.
+        with self._copier.beside():
+            check = 0 if packed.checksum is None else int(packed.checksum.item())
+            finite = bool(packed.finite.item())
+        return dataclasses.replace(header, finite=finite, checksum=check)
 
     def _free_slot(self, drafter: int) -> int:
         for each, channel in self._channels.items():
@@ -81,12 +89,6 @@ class Publisher:
         for channel in self._channels.values():
             channel.wait_goodbye()
             channel.close()
-
-
-def _completed(header: SlotHeader, packed: PackedStates) -> SlotHeader:
-    # CPU-GPU sync points, in the publishing thread and behind the copy: the values are there already.
-    check = 0 if packed.checksum is None else int(packed.checksum.item())
-    return dataclasses.replace(header, finite=bool(packed.finite.item()), checksum=check)
 
 
 class SyncSender:

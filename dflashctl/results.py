@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from dflashctl.errors import NoAnswer
+from dflashctl.transport import Finding
 from remote.protocol.codec import from_plain
+from remote.protocol.errors import ExitCode
 from remote.protocol.records import ExitRecord, RunSpec, RunStatus
 
 R = TypeVar("R")
@@ -108,6 +110,24 @@ class LogEnd:
     state: str
     run: str = ""
     exit: ExitRecord | None = None
+
+
+@dataclass(frozen=True)
+class AgentFinding:
+    """One line of `doctor` as the agent sends it."""
+
+    name: str
+    state: str
+    text: str
+    hint: str = ""
+    code: int = int(ExitCode.PREFLIGHT)
+
+    @property
+    def finding(self) -> Finding:
+        """The same as the hops' findings are; a state or code of a newer agent is one that people look at."""
+        state = "ok" if self.state == "ok" else "failed" if self.state == "failed" else "warning"
+        known = self.code in {int(code) for code in ExitCode}
+        return Finding(self.name, state, self.text, self.hint, ExitCode(self.code) if known else ExitCode.FAILED)
 
 
 def parse(cls: type[R], data: Any) -> R:

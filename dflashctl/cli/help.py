@@ -23,6 +23,7 @@ class VerbInfo:
 
 VERBS = (
     VerbInfo("deploy", "deploy", "Ship the trainer to a destination and remember it.", "Set up"),
+    VerbInfo("doctor", "doctor", "Say what a start would lack over there.", "Set up"),
     VerbInfo("releases", "releases", "List the releases over there.", "Set up"),
     VerbInfo("rollback", "rollback", "Make an earlier release the current one.", "Set up"),
     VerbInfo("config show", "config", "Show settings and training configuration.", "Set up"),

@@ -50,7 +50,7 @@ def data_finding(text: str, verdict: Verdict) -> Finding:
     if not path.exists():
         return Finding("data", FAILED, f"no data at {path}", "copy it there, or name its place with --data-dir")
     files = data_files(path)
-    here = f"{path}: {_listed(files)}"
+    here = f"{path}: {_listed(path, files)}"
     if columns := first_columns(files[0]) if files else []:
         here += f", columns {', '.join(columns)}"
     if verdict.concerns(text) and verdict.error is not None:
@@ -80,11 +80,11 @@ def data_files(path: Path) -> list[Path]:
     return sorted(each for each in found if each.is_file())
 
 
-def _listed(files: list[Path]) -> str:
+def _listed(path: Path, files: list[Path]) -> str:
     if not files:
         return f"no file that ends in {', '.join(_FORMS)}"
     total = gib(sum(file.stat().st_size for file in files))
-    return f"{files[0].name}, {total}" if len(files) == 1 else f"{len(files)} files, {total}"
+    return total if files == [path] else f"{len(files)} file{'' if len(files) == 1 else 's'}, {total}"
 
 
 def first_columns(file: Path) -> list[str]:
@@ -114,9 +114,9 @@ def space_finding(root: Path, output_dir: str, ring: int, kept: int, verdict: Ve
     # One more than is kept exists while the newest is written.
     need = _CHECKPOINT_BYTES * parameters * (min(kept, 2) + 1) if isinstance(parameters, int) else 0
     text = f"/dev/shm {gib(shm['free'])} of {gib(shm['total'])} free"
-    text += f", the ring takes up to {gib(ring)}" if ring else ""
+    text += f" (ring: at most {gib(ring)})" if ring else ""
     text += f"; {output_dir or root} {gib(disk['free'])} free"
-    text += f", checkpoints take {gib(need)}" if need else ""
+    text += f" (checkpoints: {gib(need)})" if need else ""
     own = free_space(root)["free"]
     if output_dir:
         text += f"; {root} {gib(own)} free"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,9 @@ from remote.agent.wire import Answer, Request
 from remote.protocol.codec import from_plain, plain
 from remote.protocol.errors import DflashError, usage_error
 from remote.protocol.layout import RootLayout
+
+_PATIENCE = 3.0
+"""Seconds after which a wait is explained; the demo's data set takes one."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +140,28 @@ class Examination:
         # Its error would be theirs again, and hide what it had to say of the data.
         for line in (python, model):
             if line.state == FAILED:
-                return Verdict(not_asked=f"the trainer needs the {line.name} first", hint=f"mend the {line.name} first")
-        self.answer.phase("preflight")
+                return Verdict(
+                    not_asked=f"the trainer needs the {line.name} first", hint=f"mend the line {line.name} first"
+                )
         try:
             path = interpreter(self.python)
             environment = trainer_environment(path, self.root.path, release)
-            return Verdict(found=preflight(path, environment, self.config, self.answer))
+            found = preflight(path, environment, self.config, self.answer, look=self._word_of_patience())
+            return Verdict(found=found)
         except DflashError as error:
             return Verdict(error=error)
+
+    def _word_of_patience(self) -> Callable[[], None]:
+        """Return a function that says once, when it took long, what the client waits for."""
+        due = time.monotonic() + _PATIENCE
+
+        def look() -> None:
+            nonlocal due
+            if time.monotonic() > due:
+                due = math.inf
+                self.answer.say("the trainer reads the whole data set; Ctrl-C ends the wait")
+
+        return look
 
 
 def _looked(name: str, look: Callable[[], Finding]) -> Finding:

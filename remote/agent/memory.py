@@ -119,8 +119,8 @@ def memory_finding(ring: int) -> Finding:
     """Return the line about memory; `ring` is how many bytes of shared memory a run may fill."""
     now = memory()
     if not now.total:
-        return Finding("memory", WARNING, "/proc/meminfo does not say how much there is", "mount /proc")
-    bound = f", the container's limit is {gib(now.limit)}" if now.limit else ", no limit of a container"
+        return Finding("memory", WARNING, "/proc/meminfo does not say how much there is", "mount /proc there")
+    bound = f", cgroup limit {gib(now.limit)}" if now.limit else ", no cgroup limit"
     text = f"{gib(now.free)} free of {gib(now.total)}{bound}"
     if ring > now.free:
         # Pages of /dev/shm count as the container's memory: beyond its limit comes the OOM killer, not ENOSPC.

@@ -75,12 +75,20 @@ def _config_file(config: Mapping[str, Any]) -> Generator[str]:
 
 
 def preflight(
-    python: str, environment: Mapping[str, str], config: Mapping[str, Any], answer: Answer, flags: Sequence[str] = ()
+    python: str,
+    environment: Mapping[str, str],
+    config: Mapping[str, Any],
+    answer: Answer,
+    flags: Sequence[str] = (),
+    look: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Run `python -m trainer preflight` on a configuration; return what it found. Raises the DflashError that it reports."""
+    """Run `python -m trainer preflight` on a configuration; return what it found. Raises the DflashError that it reports.
+
+    `flags` are further ones of that command; `look` is called a few times a second meanwhile.
+    """
     with _config_file(config) as path, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         command = [python, "-m", "trainer", "preflight", "--config-json", path, "--json", *flags]
-        code = run_trainer_verb(command, environment, output, errors, answer)
+        code = run_trainer_verb(command, environment, output, errors, answer, look)
         if code != 0:
             raise _reported(code, content_of(output), content_of(errors))
         return (json_lines(content_of(output)) or [{}])[-1]

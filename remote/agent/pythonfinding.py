@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -29,11 +30,11 @@ _NUMBERS = re.compile(r"[0-9]{1,9}")
 
 def python_finding(found: Interpreter, device: str) -> Finding:
     """Return the line for a run on `device` ("cuda", "cpu" or "" where no configuration is known)."""
-    text = f"{found.python} at {found.path}"
     if numbers(found.python)[:2] < OLDEST:
         wanted = ".".join(map(str, OLDEST))
-        return Finding("python", FAILED, f"{text} is too old", f"name a Python {wanted} or newer with --python PATH")
-    text += f": {_packages(found)}"
+        text = f"{found.python} at {found.path} is too old"
+        return Finding("python", FAILED, text, f"name a Python {wanted} or newer with --python PATH")
+    text = ", ".join([found.python, *_packages(found), f"at {found.path}"])
     ranges = NEEDED | (KERNELS if device == "cuda" else {})
     missing = [name for name in ranges if name not in found.versions]
     odd = [name for name in ranges if name not in missing and not within(found.versions[name], ranges[name])]
@@ -51,12 +52,16 @@ def python_finding(found: Interpreter, device: str) -> Finding:
     return Finding("python", OK, text)
 
 
-def _packages(found: Interpreter) -> str:
-    shown = [f"{short} {found.versions[name]}" for name, short in _SHOWN.items() if name in found.versions]
-    places = dict.fromkeys(found.where[name] for name in _SHOWN if name in found.where)
-    if not shown:
-        return "no package that trains"
-    return ", ".join(shown) + (f" in {', '.join(places)}" if places else "")
+def _packages(found: Interpreter) -> list[str]:
+    """Return the packages that a reader looks for, each with its place where that is not the interpreter's own tree."""
+    home = Path(found.path).parent.parent
+    shown: list[str] = []
+    for name, short in _SHOWN.items():
+        place = found.where.get(name, "")
+        if name in found.versions:
+            elsewhere = f" in {place}" if place and not Path(place).is_relative_to(home) else ""
+            shown.append(f"{short} {found.versions[name]}{elsewhere}")
+    return shown
 
 
 def _install(found: Interpreter, ranges: Mapping[str, str], names: Sequence[str]) -> str:
@@ -65,7 +70,7 @@ def _install(found: Interpreter, ranges: Mapping[str, str], names: Sequence[str]
     if not found.managed:
         return f"{python} -m pip install {wanted}"
     # Debian's own interpreter: pip refuses, and forcing it would break the system's packages.
-    place = "/opt/dflash-venv"
+    place = "/opt/dflash-venv" if os.geteuid() == 0 else str(Path("~/dflash-venv").expanduser())
     return (
         f"{python} -m venv {place} && {place}/bin/pip install {wanted}, then pass --python {Path(place, 'bin/python')}"
     )

@@ -19,6 +19,7 @@ from remote.protocol.layout import is_release_id
 # pays for the source of every module it imports, and status has to answer within 100 ms.
 VERBS = {
     "facts": "facts",
+    "doctor": "doctor",
     "deploy": "deploy",
     "releases": "releases",
     "rollback": "releases",

@@ -6,7 +6,7 @@ from typing import Any
 
 from remote.agent.releases import switch_current
 from remote.agent.roots import create_root, current_release, interpreter
-from remote.agent.selfcheck import selfcheck
+from remote.agent.selfcheck import forget_failed_checks, selfcheck
 from remote.agent.upload import damaged, receive
 from remote.agent.wire import Answer, Request
 from remote.protocol.errors import usage_error
@@ -33,6 +33,8 @@ def deploy(request: Request, answer: Answer) -> None:
     result: dict[str, Any] = {"ok": None}
     if request.flag("selfcheck", True):
         result = selfcheck(root, release, python, answer)
+    else:
+        forget_failed_checks(root, release)
     # Last of all: a start that comes in between still uses the release that is known to work.
     before = current_release(root)
     switch_current(root, release)

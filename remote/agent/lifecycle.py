@@ -170,6 +170,7 @@ def status_of(run: RunLayout) -> RunStatus:
         phase=tail.phase.phase if tail.phase else "",
         last_event=tail.last_event,
         resumed_from=spec.resumed_from if spec else "",
+        restarted_from=spec.restarted_from if spec else "",
         topology=started.topology if started else "",
         by=spec.by if spec else "",
         last_checkpoint=(ended.last_checkpoint if ended else "") or saved,

@@ -25,6 +25,7 @@ VERBS = {
     "rollback": "releases",
     "start": "start",
     "stop": "stop",
+    "restart": "restart",
     "spec": "spec",
     "status": "status",
     "runs": "status",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from remote.agent.environment import trainer_environment
-from remote.agent.interpreters import packages_of
+from remote.agent.interpreters import Interpreter, packages_of
 from remote.agent.preflight import content_of, json_lines, run_trainer_verb
 from remote.agent.wire import Answer
 from remote.protocol.errors import preflight_error
@@ -25,8 +25,8 @@ def selfcheck(root: RootLayout, release: str, python: str, answer: Answer) -> di
     machine's.
     """
     interpreter = packages_of(python)
-    path = root.selfchecks / f"{release}-{interpreter.fingerprint}.json"
-    kept = _kept(path)
+    path = _place(root, release, interpreter)
+    kept = kept_check(root, release, interpreter)
     # Twenty seconds of torch import and two toy steps: not for every deploy of the same tree.
     if kept.get("ok") is True:
         return kept
@@ -52,11 +52,27 @@ def selfcheck(root: RootLayout, release: str, python: str, answer: Answer) -> di
     return result
 
 
+def _place(root: RootLayout, release: str, interpreter: Interpreter) -> Path:
+    return root.selfchecks / f"{release}-{interpreter.fingerprint}.json"
+
+
+def kept_check(root: RootLayout, release: str, interpreter: Interpreter) -> dict[str, Any]:
+    """Return the stored result of a release's check with an interpreter and its packages, {} when it was never checked."""
+    return _kept(_place(root, release, interpreter))
+
+
 def _kept(path: Path) -> dict[str, Any]:
     try:
         return read_json(path) or {}
     except ValueError:  # cut short by a crash: check again
         return {}
+
+
+def forget_failed_checks(root: RootLayout, release: str) -> None:
+    """Remove the stored failures of a release: somebody deploys it all the same, and means it."""
+    for path in root.selfchecks.glob(f"{release}-*.json"):
+        if _kept(path).get("ok") is not True:
+            path.unlink(missing_ok=True)
 
 
 class _Relay:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from remote.agent.lifecycle import choose_run, no_such_run, readable
+from remote.agent.lifecycle import choose_run, lifecycle_of, readable
 from remote.agent.startplan import find_checkpoint
 from remote.agent.wire import Answer, Request
 from remote.protocol.codec import plain
-from remote.protocol.errors import preflight_error
+from remote.protocol.errors import DflashError, ExitCode, preflight_error
 from remote.protocol.layout import RootLayout, RunLayout
 from remote.protocol.records import RunSpec
 
 
 def spec(request: Request, answer: Answer) -> None:
-    """Answer {"spec", "checkpoint", "step"} of `resume` (RUN, RUN@STEP or `last`), else {"spec"} of `run` ("": live or last).
+    """Answer {"spec", "checkpoint", "step"} of `resume` (RUN, RUN@STEP or `last`), else {"spec", "state"} of `run` ("": live
+    or last).
 
     Raises DflashError: 3 when there is no such run, 7 when it has no such checkpoint or its spec cannot be read.
     """
@@ -23,8 +24,13 @@ def spec(request: Request, answer: Answer) -> None:
         return
     run = choose_run(root, request.text("run", ""))
     if run is None:
-        raise no_such_run(f"there is no run in {request.root}")
-    answer.result({"spec": plain(_spec_of(run))})
+        raise DflashError(
+            "no run yet",
+            cause=f"there is none in {request.root}",
+            hint="`dflashctl start` begins one",
+            code=ExitCode.NO_RUN,
+        )
+    answer.result({"spec": plain(_spec_of(run)), "state": str(lifecycle_of(run))})
 
 
 def _spec_of(run: RunLayout) -> RunSpec:

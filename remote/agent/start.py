@@ -7,13 +7,13 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from remote.agent.firststep import follow_to_first_step
-from remote.agent.gpus import memory_used, require_free, wait_free
+from remote.agent.gpus import require_free, wait_free
 from remote.agent.launch import launch_supervisor
 from remote.agent.lifecycle import lives, readable, run_ids
-from remote.agent.preflight import preflight
+from remote.agent.readiness import require_ready
 from remote.agent.roots import create_root
 from remote.agent.startplan import StartPlan, read_plan
 from remote.agent.wire import Answer, Request
@@ -37,35 +37,46 @@ def start(request: Request, answer: Answer) -> None:
     create_root(root)
     plan = read_plan(request, root)
     # The first answer may have been lost after the launch: then only the following is left to do.
-    if not _launched(plan.run):
+    if not launched(plan.run):
+        plan = plan.from_checkpoint(root)
         # Cheap answer first; the same check decides again under the lock.
         refuse_if_busy(root, plan.spec.devices)
-        # Whether they exist at all: nvidia-smi answers in a tenth of what the trainer's own check, with torch, takes.
-        memory_used(plan.spec.devices)
-        if plan.wait_gpus:
-            wait_free(plan.spec.devices, answer.say, answer.check)
-        # Outside the lock: importing torch takes longer than others should wait for theirs.
-        if plan.preflight:
-            answer.phase("preflight")
-            began = time.monotonic()
-            preflight(plan.python, plan.preflight_environment(root.path), plan.spec.config, answer)
-            answer.phase("preflight", "passed", time.monotonic() - began)
-        with _start_lock(root, plan.spec):
-            # A retry may have overtaken us while we waited for the lock.
-            if not _launched(plan.run):
-                _launch(root, plan)
+        # Before a night of waiting for GPUs, and outside the lock: importing torch takes longer than others should wait.
+        require_ready(root, plan, answer)
+        launch(root, plan, answer)
+    follow(plan, answer)
+
+
+def follow(plan: StartPlan, answer: Answer) -> None:
+    """Say that there is a run, and answer at its first step."""
     # From here on there is a run: the client tells its id, and remembers what it was started with.
     answer.phase("launched", plan.run.run_id)
     follow_to_first_step(plan.run, answer, plan.limit)
 
 
-def _launched(run: RunLayout) -> bool:
+def launch(root: RootLayout, plan: StartPlan, answer: Answer) -> None:
+    """Launch the run unless somebody did; with `wait_gpus` when its GPUs are free. Raises DflashError: 4 or 7."""
+    if plan.wait_gpus:
+        wait_free(plan.spec.devices, answer.say, answer.check)
+    with _start_lock(root, plan.spec):
+        # A retry may have overtaken us while we waited for the lock.
+        if not launched(plan.run):
+            _launch(root, plan)
+
+
+def launched(run: RunLayout) -> bool:
     """Whether a supervisor ever lived for this run. A directory without one is what a killed start left."""
     return read_pidfile(run.supervisor_pid) is not None
 
 
 def refuse_if_busy(root: RootLayout, devices: Sequence[str]) -> None:
     """Raise DflashError (4) when anything of a run lives that uses one of the devices."""
+    for run in living_on(root, devices):
+        raise _busy(run)
+
+
+def living_on(root: RootLayout, devices: Sequence[str]) -> Iterator[RunLayout]:
+    """Yield the living runs that use one of the devices, newest first."""
     for name in run_ids(root):
         run = root.run(name)
         if not lives(run):
@@ -73,10 +84,12 @@ def refuse_if_busy(root: RootLayout, devices: Sequence[str]) -> None:
         spec, _ = readable(RunSpec, run, "spec.json")
         # A living run whose spec cannot be read might use any device.
         if spec is None or set(spec.devices) & set(devices):
-            raise _busy(run, spec)
+            yield run
 
 
-def _busy(run: RunLayout, spec: RunSpec | None) -> DflashError:
+def _busy(run: RunLayout) -> DflashError:
+    """Return the error (4) for a run that lives where another one is wanted."""
+    spec, _ = readable(RunSpec, run, "spec.json")
     cause = f"run {run.run_id} has no readable spec and its processes live"
     if spec is not None:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(spec.created))
@@ -143,5 +156,5 @@ def _discard_unlaunched(root: RootLayout) -> None:
     """Remove what starts that were killed before their launch left; start.lock says that nobody is launching now."""
     for name in run_ids(root):
         run = root.run(name)
-        if not _launched(run) and not lives(run) and not run.events.exists() and not run.exit.exists():
+        if not launched(run) and not lives(run) and not run.events.exists() and not run.exit.exists():
             shutil.rmtree(run.path, ignore_errors=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from remote.agent.environment import run_environment, trainer_environment
-from remote.agent.interpreters import packages_of
+from remote.agent.interpreters import Interpreter, packages_of
 from remote.agent.lifecycle import checkpoint_step, choose_run, no_such_run, run_ids, status_of
 from remote.agent.roots import interpreter, require_release
 from remote.agent.wire import Request
@@ -24,18 +24,34 @@ LAST = "last"
 
 @dataclass(frozen=True)
 class StartPlan:
-    """Everything `start` needs, decided before anything is written."""
+    """Everything `start` needs, decided before anything is written.
+
+    `resume` is what the request asks for, still to be looked up; `interpreter` is None for a stand-in's own argv.
+    """
 
     spec: RunSpec
     run: RunLayout
     release: Path
     python: str
+    interpreter: Interpreter | None
+    resume: str
     preflight: bool
     wait_gpus: bool
     limit: float
 
     def preflight_environment(self, root: Path) -> dict[str, str]:
         return trainer_environment(self.python, root, self.release) | dict(self.spec.environment)
+
+    def from_checkpoint(self, root: RootLayout) -> StartPlan:
+        """Return the plan with the checkpoint that `resume` means now; itself for a fresh start.
+
+        Raises what `find_checkpoint` does.
+        """
+        if not self.resume:
+            return self
+        path = str(find_checkpoint(root, self.resume).path)
+        spec = dataclasses.replace(self.spec, config=self.spec.config | {"resume": path}, resumed_from=path)
+        return dataclasses.replace(self, spec=spec, resume="")
 
 
 def read_plan(request: Request, root: RootLayout) -> StartPlan:
@@ -48,26 +64,24 @@ def read_plan(request: Request, root: RootLayout) -> StartPlan:
     argv = tuple(request.words("argv"))
     if any("\0" in word for word in argv):
         raise usage_error("argv cannot be executed", cause="a word holds NUL")
-    config, resumed_from = dict(spec.config), ""
-    if resume := request.text("resume", ""):
-        resumed_from = str(find_checkpoint(root, resume).path)
-        config["resume"] = resumed_from
+    # A stand-in has no packages to record, and asking costs 0.1 s.
+    asked = None if argv else packages_of(python)
     spec = dataclasses.replace(
         spec,
         argv=argv or (python, "-u", "-m", "trainer", "train", "--config-json", str(run.config)),
         environment=run_environment(python, root.path, release, run.path, spec.environment),
         release=release.name,
         created=time.time(),
-        config=config,
-        # A stand-in has no packages to record, and asking costs 0.1 s.
-        packages=spec.packages if argv else packages_of(python).versions,
-        resumed_from=resumed_from or str(config.get("resume", "")),
+        packages=spec.packages if asked is None else asked.versions,
+        resumed_from=str(spec.config.get("resume", "")),
     )
     return StartPlan(
         spec=spec,
         run=run,
         release=release,
         python=python,
+        interpreter=asked,
+        resume=request.text("resume", ""),
         preflight=request.flag("preflight", True),
         wait_gpus=request.flag("wait_gpus", False),
         limit=request.number("limit", 300.0),

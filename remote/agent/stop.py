@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from remote.agent.aftermath import clear_remains, remove_sockets, write_exit
@@ -29,40 +30,72 @@ _TIMEOUT_SECONDS = 60.0
 _GPU_SECONDS = 60.0
 
 
+@dataclass(frozen=True)
+class StopOrder:
+    """How a run is to end. `grace` None: as its spec says; both times in seconds."""
+
+    now: bool = False
+    grace: float | None = None
+    by: str = "stop"
+    timeout: float = _TIMEOUT_SECONDS
+
+    @classmethod
+    def of(cls, request: Request) -> StopOrder:
+        """Read the fields now, grace (120), by and timeout (60) of a request."""
+        grace = request.number("grace", -1.0)
+        return cls(
+            now=request.flag("now", False),
+            grace=None if grace < 0 else grace,
+            by=request.text("by", "") or "stop",
+            timeout=request.number("timeout", _TIMEOUT_SECONDS),
+        )
+
+    def patience(self, spec: RunSpec | None) -> float:
+        """Return the seconds without checkpoint progress that this order allows a run."""
+        if self.now:
+            return 0.0
+        # The far end's own default is in the spec: whoever started the run knew how long its checkpoints take.
+        return self.grace if self.grace is not None else spec.stop_grace if spec else 120.0
+
+
 def stop(request: Request, answer: Answer) -> None:
     """End a run. Already ended is a success; the answer is its status and a sentence.
 
-    Raises DflashError: 1 when the run failed instead of stopping, so that its last steps are in no checkpoint; 3 when
-    there is no such run; 9 naming what still lives when it has not ended `timeout` seconds (60) after its grace, or when
-    GPU memory does not come back.
+    Raises DflashError: 3 when there is no such run, else what `end_run` raises.
     """
     run = choose_run(RootLayout(request.root), request.text("run", ""))
     if run is None:
         raise no_such_run(f"there is no run in {request.root}")
+    status, sentence = end_run(run, StopOrder.of(request), answer)
+    answer.result({"status": plain(status), "message": sentence})
+
+
+def end_run(run: RunLayout, order: StopOrder, answer: Answer) -> tuple[RunStatus, str]:
+    """End a run and return its status and a sentence, when nothing of it lives.
+
+    Raises DflashError: 1 when the run failed instead of stopping, so that its last steps are in no checkpoint; 9 naming
+    what still lives when it has not ended `timeout` seconds after its grace, or when GPU memory does not come back.
+    """
     began = time.monotonic()
     if not lives(run):
         # Supervisor and leader killed together leave no lock, but may leave a grandchild with the GPU's memory.
         left = kill_all(run)
         swept = f"; killed what it had left: pid {', '.join(map(str, left))}" if left else ""
         status = status_of(run)
-        sentence = f"run {run.run_id} was not running: {_outcome(status)}{swept}"
-        answer.result({"status": plain(status), "message": sentence})
-        return
+        return status, f"run {run.run_id} was not running: {_outcome(status)}{swept}"
     spec, _ = readable(RunSpec, run, "spec.json")
-    # The far end's own default is in the spec: whoever started the run knew how long its checkpoints take.
-    grace = 0.0 if request.flag("now", False) else request.number("grace", spec.stop_grace if spec else 120.0)
+    grace = order.patience(spec)
     kill_grace = spec.kill_grace if spec else 15.0
-    _ask(run, request, grace)
-    waiting = _Waiting(run, answer, grace, kill_grace, request.number("timeout", _TIMEOUT_SECONDS) + kill_grace)
-    waiting.until_ended()
+    _ask(run, order, grace)
+    _Waiting(run, answer, grace, kill_grace, order.timeout + kill_grace).until_ended()
     status = status_of(run)
     # `--now` gives up the last steps knowingly: then the end is all that was asked for.
-    if status.state in (Lifecycle.FAILED, Lifecycle.LOST) and not request.flag("now", False):
+    if status.state in (Lifecycle.FAILED, Lifecycle.LOST) and not order.now:
         raise _failed(status)
     sentence = f"run {run.run_id} {_outcome(status)}"
     if gpus := _wait_for_gpus(run):
         sentence += f"; GPU memory free on {gpus}/{gpus}, {time.monotonic() - began:.0f} s"
-    answer.result({"status": plain(status), "message": sentence})
+    return status, sentence
 
 
 def _outcome(status: RunStatus) -> str:
@@ -86,17 +119,16 @@ def _failed(status: RunStatus) -> DflashError:
     )
 
 
-def _ask(run: RunLayout, request: Request, grace: float) -> None:
+def _ask(run: RunLayout, order: StopOrder, grace: float) -> None:
     """Rename stop.json into place. A second, more patient stop does not soften an earlier one; a hastier one counts."""
     earlier = read_stop(run)
     if earlier is not None and earlier.grace <= grace:
         return
-    now = request.flag("now", False)
-    by = request.text("by", "") or "stop"
+    wish = StopRequest(deadline=time.time() + grace, by=order.by, checkpoint=not order.now, grace=grace)
     try:
-        write_json(run.stop, StopRequest(deadline=time.time() + grace, by=by, checkpoint=not now, grace=grace))
+        write_json(run.stop, wish)
     except OSError as error:
-        if not now:
+        if not order.now:
             raise DflashError(
                 "the stop could not be asked for",
                 cause=f"{run.stop}: {error.strerror}",

@@ -28,6 +28,9 @@ UPLOAD_SILENCE = 30.0
 
 _READ_BYTES = 1 << 16
 
+_STUCK_SECONDS = 5.0
+"""How long work that outlives its client waits for a reader before it goes on without one."""
+
 
 class ClientGone(Exception):
     """Nobody reads the answer any more. The verb ends quietly; a run that was launched goes on."""
@@ -126,7 +129,10 @@ class Answer:
         self._closed = threading.Event()
         self._gone = threading.Event()
         self._outlives = False
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread = self._heart()
+
+    def _heart(self) -> threading.Thread:
+        return threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Answer:
         self._thread.start()
@@ -144,9 +150,28 @@ class Answer:
         if self._gone.is_set() and not self._outlives:
             raise ClientGone
 
-    def outlive_client(self) -> None:
+    def outlive_client(self, outlives: bool = True) -> None:
         """From now on the work matters more than the answer: a client that goes away ends nothing."""
-        self._outlives = True
+        self._outlives = outlives
+
+    def survive(self) -> None:
+        """Go on in a child of its own session, which outlives the client and whatever ends the process that it began.
+
+        A client on this machine kills an agent that does not end when it closes its pipes, and a host may end a
+        `pct exec`. The caller goes on in the child; the first process waits for it and ends with its exit code.
+        """
+        # No thread may be in the middle of a frame when we fork; one that is stuck in a full pipe is left behind.
+        self._closed.set()
+        self._thread.join(timeout=_STUCK_SECONDS)
+        if child := os.fork():
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+        os.setsid()
+        self._closed.clear()
+        # A thread that was left behind holds the old one for ever.
+        self._lock = threading.Lock()
+        self._thread = self._heart()
+        self._thread.start()
+        self.outlive_client()
 
     def hello(self, release: str, root: Path) -> None:
         version = ".".join(str(part) for part in sys.version_info[:3])
@@ -198,10 +223,21 @@ class Answer:
         with self._lock:
             try:
                 while rest and not self._gone.is_set():
-                    rest = rest[os.write(self._descriptor, rest) :]
+                    rest = rest[self._write_some(rest) :]
             except (BrokenPipeError, ConnectionResetError):
                 self._gone.set()
         self.check()
+
+    def _write_some(self, rest: memoryview) -> int:
+        if not self._outlives:
+            return os.write(self._descriptor, rest)
+        # A frozen client reads nothing and closes nothing: its full pipe must not hold up what has to be done.
+        poller = select.poll()
+        poller.register(self._descriptor, select.POLLOUT)
+        if not poller.poll(_STUCK_SECONDS * 1000):
+            self._gone.set()
+            return 0
+        return os.write(self._descriptor, rest[: select.PIPE_BUF])
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_SECONDS):

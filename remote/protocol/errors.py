@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, cast
 
 
 class ExitCode(IntEnum):
@@ -26,11 +27,19 @@ class ExitCode(IntEnum):
 class DflashError(Exception):
     """A failure with its cause, its way out and its exit code; everything else that is raised is a bug and propagates.
 
-    `detail` is text of many lines that belongs to it: a traceback, the last lines of a log.
+    `detail` is text of many lines that belongs to it: a traceback, the last lines of a log. `problems` are the failures
+    that this one sums up, none for one that stands for itself.
     """
 
     def __init__(
-        self, error: str, *, cause: str = "", hint: str = "", code: ExitCode = ExitCode.FAILED, detail: str = ""
+        self,
+        error: str,
+        *,
+        cause: str = "",
+        hint: str = "",
+        code: ExitCode = ExitCode.FAILED,
+        detail: str = "",
+        problems: Sequence[DflashError] = (),
     ) -> None:
         super().__init__(error)
         self.error = error
@@ -38,6 +47,7 @@ class DflashError(Exception):
         self.hint = hint
         self.code = code
         self.detail = detail
+        self.problems = tuple(problems)
 
     def render(self) -> str:
         """Return the lines shown to a person, without `detail` and without a trailing newline."""
@@ -50,13 +60,14 @@ class DflashError(Exception):
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that an `error` frame carries."""
-        return {
+        data: dict[str, Any] = {
             "error": self.error,
             "cause": self.cause,
             "hint": self.hint,
             "code": int(self.code),
             "detail": self.detail,
         }
+        return data | ({"problems": [problem.to_json() for problem in self.problems]} if self.problems else {})
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> DflashError:
@@ -64,13 +75,36 @@ class DflashError(Exception):
         code = data.get("code")
         # The far end may be newer than we are.
         known = isinstance(code, int) and code in {int(member) for member in ExitCode}
+        listed = data.get("problems")
+        parts = cast("list[Any]", listed) if isinstance(listed, list) else []
         return cls(
             str(data.get("error", "unknown error")),
             cause=str(data.get("cause", "")),
             hint=str(data.get("hint", "")),
             code=ExitCode(code) if known else ExitCode.FAILED,
             detail=str(data.get("detail", "")),
+            problems=[cls.from_json(cast("dict[str, Any]", part)) for part in parts if isinstance(part, dict)],
         )
+
+
+def together(errors: Sequence[DflashError]) -> DflashError:
+    """Return one error for several that were found at once, so that they can be mended at once; a single one stays itself.
+
+    `errors` holds at least one. What already sums others up is taken apart first.
+    """
+    problems = [problem for error in errors for problem in (error.problems or (error,))]
+    if len(problems) == 1:
+        return problems[0]
+    lines = [f"{number}. {problem.render()}" for number, problem in enumerate(problems, 1)]
+    return DflashError(
+        f"{len(problems)} things are in the way of this run",
+        cause="; ".join(problem.error for problem in problems),
+        hint="mend them all; each has its own cause and hint below",
+        # What the far end alone could know outweighs what the operator could have.
+        code=max((problem.code for problem in problems), key=lambda code: code is ExitCode.PREFLIGHT),
+        detail="\n".join([*lines, *(problem.detail for problem in problems if problem.detail)]),
+        problems=problems,
+    )
 
 
 def usage_error(error: str, *, cause: str = "", hint: str = "") -> DflashError:

@@ -57,6 +57,8 @@ class RunSpec:
     source: dict[str, str] = field(default_factory=dict[str, str])
     packages: dict[str, str] = field(default_factory=dict[str, str])
     resumed_from: str = ""
+    restarted_from: str = ""
+    """The run whose place this one took, and whose configuration it began with; "" for a plain start."""
     stop_grace: float = 120.0
     """Seconds without checkpoint progress after which a stop escalates from the message to TERM."""
     stall_timeout: float = 300.0
@@ -168,6 +170,7 @@ class RunStatus:
     phase: str = ""
     last_event: float = 0.0
     resumed_from: str = ""
+    restarted_from: str = ""
     topology: str = ""
     by: str = ""
     last_checkpoint: str = ""

@@ -27,6 +27,7 @@ FIELDS = {
     "rollback": ["to"],
     "start": ["spec", "python", "argv", "resume", "preflight", "limit", "wait_gpus"],
     "stop": ["run", "now", "grace", "timeout", "by"],
+    "restart": ["spec", "python", "argv", "resume", "preflight", "limit", "wait_gpus", "run", "now", "grace", "by"],
     "status": ["run"],
     "runs": ["limit"],
     "spec": ["run", "resume"],

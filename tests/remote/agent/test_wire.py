@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -175,3 +176,23 @@ def bare_imports() -> str:
         [sys.executable, "-I", "-X", "importtime", "-c", "pass"], capture_output=True, timeout=30, check=False
     )
     return done.stderr.decode()
+
+
+def test_work_that_outlives_its_client_is_not_held_up_by_a_full_pipe(monkeypatch):
+    monkeypatch.setattr("remote.agent.wire._STUCK_SECONDS", 0.05)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    answer = Answer("0" * 16, writer)
+    answer.outlive_client()
+    answer.say("nobody reads this")
+    # From then on nobody is waited for, until the work is done and an answer matters again.
+    answer.say("nor this")
+    answer.outlive_client(False)
+    with pytest.raises(ClientGone):
+        answer.check()
+    os.close(reader)
+    os.close(writer)

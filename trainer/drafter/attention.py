@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from trainer.drafter.blocks import Blocks, Segment
 
@@ -85,8 +86,10 @@ class DenseAttention:
     [n, B, B] within the blocks, under one softmax. The naive [N·B, T + N·B] would be mostly masked.
     """
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: Blocks, *, recompute: bool = False) -> None:
+        """`recompute`: make the scores again in the backward instead of keeping them, which changes no number."""
         self._blocks = blocks
+        self._recompute = recompute
         self._masks: dict[int | None, list[torch.Tensor]] = {}
 
     def __call__(
@@ -100,8 +103,19 @@ class DenseAttention:
             seen = slice(segment.start, segment.end)
             own = queries[rows].unflatten(0, (segment.last_block - segment.first_block, size))
             in_segment = KeysValues(context.keys[seen], context.values[seen])
-            outputs.append(_attend(own, in_segment, KeysValues(block.keys[rows], block.values[rows]), mask))
+            in_block = KeysValues(block.keys[rows], block.values[rows])
+            outputs.append(self._attend(own, in_segment, in_block, mask))
         return torch.cat(outputs)
+
+    def _attend(
+        self, queries: torch.Tensor, context: KeysValues, block: KeysValues, mask: torch.Tensor
+    ) -> torch.Tensor:
+        if not self._recompute:
+            return _attend(queries, context, block, mask)
+        # Nothing random happens inside, so the generators' states need not be kept.
+        output = checkpoint(_attend, queries, context, block, mask, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(output, torch.Tensor)
+        return output
 
     def _segment_masks(self, window: int | None) -> list[torch.Tensor]:
         # At most two windows occur in a drafter (none, and one), whatever its number of layers.

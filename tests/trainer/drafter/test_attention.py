@@ -64,11 +64,12 @@ def test_the_mask_is_the_text(row, blocks_of, lengths, padding, window, seed):
 
 @pytest.mark.parametrize("window", [None, 3, 6])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_dense_equals_naive_forward_and_backward(row, blocks_of, window, kv_heads):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dense_equals_naive_forward_and_backward(row, blocks_of, window, kv_heads, recompute):
     blocks = blocks_of(row([11, 3, 17, 9], 4))
     queries, context, block = rows(blocks, kv_heads=kv_heads)
     leaves = [queries, *context, *block]
-    got = DenseAttention(blocks)(queries, context, block, window)
+    got = DenseAttention(blocks, recompute=recompute)(queries, context, block, window)
     wanted = naive(queries, context, block, dense_mask(blocks, window))
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
     probe = torch.randn_like(got)
@@ -90,14 +91,32 @@ def test_bfloat16_stays_near_float64_and_in_its_type(row, blocks_of):
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=0.05)
 
 
-def test_no_block_still_reaches_every_input(row, blocks_of):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_block_still_reaches_every_input(row, blocks_of, recompute):
     blocks = blocks_of(row([3, 2], 3))
     queries, context, block = rows(blocks)
     assert blocks.count == 0
-    out = DenseAttention(blocks)(queries, context, block, None)
+    out = DenseAttention(blocks, recompute=recompute)(queries, context, block, None)
     assert out.shape == (0, 32)
     for gradient in torch.autograd.grad(out.sum(), [queries, *context, *block]):
         assert not gradient.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_recomputing_changes_no_bit_and_keeps_no_scores(row, blocks_of, dtype):
+    blocks = blocks_of(row([40, 35]))
+    queries, context, block = rows(blocks, dtype)
+    leaves = [queries, *context, *block]
+    gradients, kept = [], []
+    for recompute in (False, True):
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: s.append(t.numel()) or t, lambda t: t):
+            out = DenseAttention(blocks, recompute=recompute)(queries, context, block, None)
+        gradients.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        kept.append(max(sizes, default=0))
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    # The scores of one document: 4 heads, its block rows, 30 keys and more. Without them inputs alone are left.
+    assert kept[1] <= max(leaf.numel() for leaf in leaves) < kept[0]
 
 
 def test_a_row_that_sees_nothing_is_zero_with_a_finite_gradient():

@@ -62,8 +62,8 @@ class Sshd:
     """An sshd that lets `users` in by `client_key`. As an ordinary user only that user can be let in.
 
     `extra` are lines of its configuration, which win over the ones written here. `host_key_types` as ssh-keygen names
-    them. `enter` is a command line prefix that must exec what follows, e.g. nsenter. Call start() from the thread that
-    lives as long as the sshd shall: it dies with it.
+    them. `enter` is a command line prefix that runs what follows in another process namespace, which ends it at last: nsenter.
+    Call start() from the thread that lives as long as the sshd shall: it dies with it.
     """
 
     def __init__(
@@ -74,13 +74,15 @@ class Sshd:
         host_key_types: Sequence[str] = ("ed25519",),
         address: str = "127.0.0.1",
         enter: Sequence[str] = (),
+        folder: Path | None = None,
     ) -> None:
         self.users = tuple(users) or (getpass.getuser(),)
         self.extra = extra
         self.address = address
         self.port = 0
         # Not pytest's own directory: the keys are read by the user who logs in, and pytest's is closed to others.
-        self.folder = Path(tempfile.mkdtemp(prefix="testbed-sshd-"))
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="testbed-sshd-"))
+        self.folder.mkdir(exist_ok=True)
         self.folder.chmod(0o755)
         self.client_key = make_key(self.folder / "client_key")
         self._types = tuple(host_key_types)
@@ -110,7 +112,8 @@ class Sshd:
     def pid(self) -> int:
         """Of the listener."""
         assert self._listener is not None
-        return self._listener.pid
+        # Entering a process namespace takes a fork: then the child is the sshd, and has sshds below it.
+        return next(iter(_sshds_below(self._listener.pid))) if self._enter else self._listener.pid
 
     def known_hosts_line(self, name: str = "", *, port: bool = True) -> str:
         """Return the lines of known_hosts for `name` ("" for the address), without the port for a HostKeyAlias."""
@@ -188,7 +191,8 @@ class Sshd:
 
     def thaw(self) -> None:
         if self._listener is not None:
-            _signal([*self.sessions(), self.pid], signal.SIGCONT)
+            # nsenter stops itself with its child.
+            _signal([*self.sessions(), self.pid, self._listener.pid], signal.SIGCONT)
 
     def sessions(self) -> list[int]:
         """Return the pids of the sshds that serve connections; what they run is not among them."""
@@ -211,10 +215,12 @@ class Sshd:
             make_key(self.folder / f"host_{kind}", kind)
 
     def _end_listener(self) -> None:
-        if self._listener is not None:
-            self._listener.kill()
-            self._listener.wait()
-            self._listener = None
+        if self._listener is None:
+            return
+        if self._listener.poll() is None:
+            _signal([self.pid, self._listener.pid], signal.SIGKILL)
+        self._listener.wait()
+        self._listener = None
 
     def __enter__(self) -> Sshd:
         return self.start()

@@ -1,0 +1,148 @@
+"""A Proxmox host that one logs in to: sshd, users, pct and containers 200 to 203 and 299."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from testbed.containers import SPECS, Container, make_container
+from testbed.machine import OTHER_USER, SUDO_USER, Machine, missing_machine, new_state, remove_state
+from testbed.sshd import Sshd
+
+HOST = "10.1.2.6"
+"""The address that the README types; the configuration below leads it to loopback."""
+
+_SSH_CONFIGURATION = """\
+Host {host}
+    HostName {address}
+    Port {port}
+    User {user}
+    IdentityFile {key}
+    IdentitiesOnly yes
+    UserKnownHostsFile {known_hosts}
+    GlobalKnownHostsFile none
+    ControlPath none
+"""
+
+
+class Proxmox:
+    """Up from construction to close()."""
+
+    users: tuple[str, ...] = ("root", SUDO_USER)
+    """Those who can reach a container."""
+
+    def __init__(self) -> None:
+        self.state = new_state()
+        self.set_knobs()
+        self._calls = self.state / "calls.jsonl"
+        self._forget_calls()
+        (self.state / "containers").mkdir()
+        for ct, spec in SPECS.items():
+            self._configure(ct, lock=spec.lock)
+        self.machine: Machine | None = None
+        try:
+            self.sshd, self.containers = self._set_up()
+            self.sshd.start()
+            self.known_hosts = self.state / "known_hosts"
+            self.trust()
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(self) -> tuple[Sshd, dict[str, Container]]:
+        for ct, spec in SPECS.items():
+            if spec.node == "pve":
+                make_container(self.state, ct, spec)
+        self.machine = Machine(self.state, Path(sys.prefix))
+        enter = self.machine.enter
+        made = {ct: Container(self.state, enter, ct, spec) for ct, spec in SPECS.items() if spec.node == "pve"}
+        for container in made.values():
+            if container.spec.started:
+                container.start()
+        sshd = Sshd(users=("root", SUDO_USER, OTHER_USER), enter=enter, folder=self.state / "sshd")
+        return sshd, made
+
+    def __getitem__(self, ct: str) -> Container:
+        return self.containers[ct]
+
+    def trust(self) -> None:
+        """Make the host key of now the known one."""
+        self.known_hosts.write_text(self.sshd.known_hosts_line())
+
+    def ssh_config(self, user: str = "root", *, extra: str = "") -> Path:
+        """Write an ssh client configuration with which HOST means this testbed; `extra` are lines of the host's block."""
+        path = self.state / f"ssh_config_{user}"
+        block = _SSH_CONFIGURATION.format(
+            host=HOST,
+            address=self.sshd.address,
+            port=self.sshd.port,
+            user=user,
+            key=self.sshd.client_key,
+            known_hosts=self.known_hosts,
+        )
+        # The first value wins.
+        first, _, rest = block.partition("\n")
+        path.write_text("\n".join([first, *(f"    {line}" for line in extra.splitlines()), rest]))
+        return path
+
+    def set_knobs(self, **knobs: Any) -> None:
+        """Set how pct behaves from its next call on; none: as a good one. See Pct in pct.py for their names:
+
+        delay and push_seconds, lock_timeout (s); push: "short" or an error's text; prefix ("Error: ") and failure_code.
+        """
+        new = self.state / "knobs.new"
+        new.write_text(json.dumps(knobs))
+        new.replace(self.state / "knobs.json")
+
+    @contextmanager
+    def knobs(self, **knobs: Any) -> Iterator[None]:
+        self.set_knobs(**knobs)
+        try:
+            yield
+        finally:
+            self.set_knobs()
+
+    def lock(self, ct: str, reason: str) -> None:
+        """Lock a container, e.g. for a "backup"; "" unlocks it."""
+        self._configure(ct, lock=reason)
+
+    def _configure(self, ct: str, **changes: object) -> None:
+        path = self.state / "containers" / f"{ct}.json"
+        path.write_text(json.dumps({**SPECS[ct].config(ct), **changes}))
+
+    def calls(self) -> list[list[str]]:
+        """Return the argv of every call of pct since the last reset, the testbed's own apart."""
+        return [json.loads(line)["argv"] for line in self._calls.read_text().splitlines()]
+
+    def _forget_calls(self) -> None:
+        self._calls.write_text("")
+        # Who may not use pct is counted as well.
+        self._calls.chmod(0o666)
+
+    def reset(self) -> None:
+        """Bring back the state of before a test. Containers that it did not call are left alone."""
+        self.sshd.thaw()
+        called = {word for call in self.calls() for word in call}
+        for ct in called & set(self.containers):
+            self.containers[ct].clean()
+        for ct, spec in SPECS.items():
+            self._configure(ct, lock=spec.lock)
+        self.set_knobs()
+        self._forget_calls()
+        self.trust()
+
+    def close(self) -> None:
+        """End everything and remove every file."""
+        sshd = getattr(self, "sshd", None)
+        if sshd is not None:
+            sshd.close()
+        if self.machine is not None:
+            self.machine.close()
+        remove_state(self.state)
+
+
+__all__ = ["HOST", "Proxmox", "missing_machine"]

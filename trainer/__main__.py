@@ -58,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         module.add_arguments(parser)
         return module.run(parser.parse_args(arguments[1:]))
     except DflashError as error:
-        print(error.render(), file=sys.stderr)
+        for each in (error, *error.problems):
+            print(each.render(), file=sys.stderr)
         if "--json" in arguments:
             print(dumps(error.to_json()))
         return error.code

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from remote.protocol.errors import preflight_error, usage_error
+from remote.protocol.errors import DflashError, preflight_error, together, usage_error
 from trainer.config import TrainConfig
 from trainer.data.documents import Dataset, open_dataset
 from trainer.data.schedule import Packing, Schedule
@@ -22,6 +24,8 @@ from trainer.target.facts import TargetFacts, target_facts
 SHARED_MEMORY = Path("/dev/shm")
 CGROUP = Path("/sys/fs/cgroup")
 _MIB = 1 << 20
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -148,12 +152,12 @@ def parameter_count(drafter: DrafterConfig) -> int:
     return drafter.num_hidden_layers * layer + len(drafter.target_layer_ids) * hidden * hidden + 2 * hidden
 
 
-def check_space(config: TrainConfig, drafter: DrafterConfig, output_dir: Path) -> None:
-    """Raise a preflight error when the ring or the checkpoints do not fit."""
+def check_space(config: TrainConfig, drafter: DrafterConfig, output_dir: Path, freed_shm: int = 0) -> None:
+    """Raise a preflight error when the ring or the checkpoints do not fit; `freed_shm` as for `preflight`."""
     size, slots = ring_size(config, drafter)
     pairs = len(Layout.of(config).pairs)
     ring = size * slots * pairs
-    _need_space(SHARED_MEMORY, ring, "the ring", "lower ring_mib, or free shared memory")
+    _need_space(SHARED_MEMORY, ring - freed_shm, "the ring", "lower ring_mib, or free shared memory")
     # Pages of /dev/shm count as the container's memory: a ring beyond its limit ends in the OOM killer, not in ENOSPC.
     if (limit := memory_limit()) is not None and ring > limit:
         raise preflight_error(
@@ -167,21 +171,55 @@ def check_space(config: TrainConfig, drafter: DrafterConfig, output_dir: Path) -
     _need_space(output_dir, need, "checkpoints", "free space there, lower keep_checkpoints, or name another output_dir")
 
 
-def preflight(config: TrainConfig, output_dir: Path) -> Prepared:
-    """Check everything and return what was found. Raises DflashError (2 or 7) for the first thing that is wrong."""
+def preflight(config: TrainConfig, output_dir: Path, *, devices: bool = True, freed_shm: int = 0) -> Prepared:
+    """Check everything and return what was found. Raises one DflashError (2 or 7) for all that is wrong.
+
+    `devices`: whether GPUs are looked at, which whoever asks may have done; `freed_shm`: bytes of /dev/shm that a run gives
+    back which ends before this one begins.
+    """
     if not config.target_model or not config.data_dir:
         key = "target_model" if not config.target_model else "data_dir"
         raise usage_error(
             f"{key} is not set", cause="there is nothing to train on", hint=f"name it with --{key.replace('_', '-')}"
         )
-    check_devices(config)
-    facts = target_facts(Path(config.target_model))
-    drafter = drafter_config(config, facts)
-    dataset = open_dataset(Path(config.data_dir), max_length=config.max_length, vocab_size=facts.vocab_size)
-    check_space(config, drafter, output_dir)
+    wrong = Wrong()
+    if devices:
+        wrong.note(lambda: check_devices(config))
+    facts = wrong.note(lambda: target_facts(Path(config.target_model)))
+    vocabulary = None if facts is None else facts.vocab_size
+    dataset = wrong.note(
+        lambda: open_dataset(Path(config.data_dir), max_length=config.max_length, vocab_size=vocabulary)
+    )
+    drafter = None if facts is None else wrong.note(lambda: drafter_config(config, facts))
+    if drafter is not None:
+        wrong.note(lambda: check_space(config, drafter, output_dir, freed_shm))
+    wrong.raise_all()
+    assert facts is not None
+    assert dataset is not None
+    assert drafter is not None
     schedule = make_schedule(config, packing_of(config, dataset.lengths, dataset.candidates))
     total = min(schedule.total_steps, config.max_steps) if config.max_steps else schedule.total_steps
     return Prepared(config, facts, drafter, dataset, schedule, total)
+
+
+class Wrong:
+    """What several looks found wrong: a model that is missing must not hide that the data is missing too."""
+
+    def __init__(self) -> None:
+        self._errors: list[DflashError] = []
+
+    def note(self, look: Callable[[], T]) -> T | None:
+        """Return what `look` does, None when it raised a DflashError, which is kept."""
+        try:
+            return look()
+        except DflashError as error:
+            self._errors.append(error)
+            return None
+
+    def raise_all(self) -> None:
+        """Raise what was kept, as one error."""
+        if self._errors:
+            raise together(self._errors)
 
 
 def packing_of(config: TrainConfig, lengths: NDArray[np.int32], candidates: NDArray[np.int32]) -> Packing:

@@ -14,9 +14,10 @@ import pytest
 
 from remote.protocol.errors import DflashError, ExitCode
 from trainer.config import TrainConfig
-from trainer.drafter.config import derive
+from trainer.drafter.config import DrafterConfig, derive
 from trainer.drafter.model import Drafter
-from trainer.preflight import parameter_count, preflight, ring_size
+from trainer.preflight import drafter_config, parameter_count, preflight, ring_size
+from trainer.target.facts import target_facts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -187,3 +188,36 @@ def test_the_published_drafter_of_27b_has_its_parameters() -> None:
 def test_the_leader_never_imports_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
+
+
+def test_everything_that_is_missing_is_told_at_once(values: Values, tmp_path: Path) -> None:
+    missing = {"target_model": str(tmp_path / "model"), "data_dir": str(tmp_path / "data"), "device": "cuda"}
+    error = refused(values | missing | {"drafter_gpus": [99]}, tmp_path)
+    assert len(error.problems) == 3
+    assert error.error.startswith("3 things")
+    told = [problem.error for problem in error.problems]
+    assert "no GPU" in told[0]
+    assert str(tmp_path / "model") in told[1] + error.problems[1].cause
+    assert str(tmp_path / "data") in told[2] + error.problems[2].cause
+    assert DflashError.from_json(error.to_json()).to_json() == error.to_json()
+    config = TrainConfig.from_mapping(values | missing)
+    with pytest.raises(DflashError) as caught:
+        preflight(config, tmp_path, devices=False)
+    assert [problem.error for problem in caught.value.problems] == told[1:]
+
+
+def test_room_that_the_old_run_gives_back_counts(
+    values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.preflight._free", lambda path: 10**12 if path == tmp_path else 1000)
+    config = TrainConfig.from_mapping(values)
+    drafter = derive_of(config)
+    size, slots = ring_size(config, drafter)
+    assert "/dev/shm" in refused(values, tmp_path).cause
+    assert preflight(config, tmp_path, freed_shm=size * slots - 1000).total_steps
+    with pytest.raises(DflashError):
+        preflight(config, tmp_path, freed_shm=size * slots - 1001)
+
+
+def derive_of(config: TrainConfig) -> DrafterConfig:
+    return drafter_config(config, target_facts(Path(config.target_model)))

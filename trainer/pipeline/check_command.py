@@ -16,12 +16,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `train`, and --json."""
     command.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the findings as one line of JSON")
+    parser.add_argument("--skip-devices", action="store_true", help="do not look at the GPUs")
+    parser.add_argument(
+        "--freed-shm", type=int, default=0, metavar="BYTES", help="what a run that ends before gives back of /dev/shm"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check; prints what a run would be. Raises DflashError (2 or 7) for the first thing that is wrong."""
+    """Check; prints what a run would be. Raises one DflashError (2 or 7) for all that is wrong."""
     config = command.read_config(arguments)
-    found = preflight(config, Path(config.output_dir or ".").absolute())
+    found = preflight(
+        config,
+        Path(config.output_dir or ".").absolute(),
+        devices=not arguments.skip_devices,
+        freed_shm=arguments.freed_shm,
+    )
     resume, first_step = resume_point(config, found)
     findings = {
         "documents": len(found.dataset),

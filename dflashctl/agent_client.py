@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dflashctl.answer import NO_ANSWER_HINT, Answer, NoHello
+from dflashctl.answer import NO_ANSWER_HINT, Answer, NoHello, Patience, shortened
 from dflashctl.errors import NoAnswer
 from dflashctl.release import Release
 from dflashctl.results import Deployed, Releases, Resumed, RolledBack, Runs, Started, Stopped, parse
-from dflashctl.transport import Transport
+from dflashctl.transport import EXPLANATION_SECONDS, Transport
+from dflashctl.transport.explain import old_python
 from remote.protocol.codec import plain
 from remote.protocol.frames import Kind, json_frame, new_nonce
 from remote.protocol.loader import LOADER
@@ -18,6 +21,12 @@ from remote.protocol.records import RunSpec, RunStatus
 
 SILENCE = 10.0
 """Seconds without a byte after which the far end counts as gone: five heartbeats."""
+
+STATUS_SECONDS = 10.0
+"""Longest time a status may take, with the explanation of why there is none."""
+
+_CLOSING_SECONDS = 1.0
+"""What is kept of that for giving the channel back."""
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -55,35 +64,47 @@ class AgentClient:
         self._pyz = pyz
         self._silence = silence
 
-    def call(self, verb: str, request: dict[str, Any], *, more: bool = False) -> Answer:
+    def call(self, verb: str, request: dict[str, Any], *, more: bool = False, within: float = math.inf) -> Answer:
         """Send `request` to `verb` and return its answer, hello already read. With `more`, input follows.
 
         An agent that was deployed is used where it lies; if it is gone, or was never there, one travels along on stdin.
-        Raises NoAnswer when neither says hello.
+        `within`: seconds for all of it, an explanation included. Raises NoAnswer when neither says hello, and what a hop
+        knows of the reason instead.
         """
+        deadline = time.monotonic() + within - EXPLANATION_SECONDS - _CLOSING_SECONDS
+        patience = Patience(self._silence, deadline)
         if self._release and self.root:
             try:
-                return self._open(verb, request, more, loaded=False)
-            except NoHello:
+                return self._open(verb, request, more, patience, loaded=False)
+            except NoHello as failure:
+                # A hop that knows why would only say the same again, for the price of one more call.
+                self._raise_known(failure.said)
                 # Asking again is safe: without a hello the request was never looked at, and start carries its own run id.
-                pass
         try:
-            return self._open(verb, request, more, loaded=True)
-        except NoHello as error:
-            raise NoAnswer(f"no answer from {self.transport.name}", cause=str(error), hint=NO_ANSWER_HINT) from None
+            return self._open(verb, request, more, patience, loaded=True)
+        except NoHello as failure:
+            self._raise_known(failure.said)
+            cause = shortened(failure.said) or "it ended without a word"
+            raise NoAnswer(f"no answer from {self.transport.name}", cause=cause, hint=NO_ANSWER_HINT) from None
 
-    def _open(self, verb: str, request: dict[str, Any], more: bool, *, loaded: bool) -> Answer:
+    def _raise_known(self, said: str) -> None:
+        """Raise what `said` instead of a hello means, when the Python over there or a hop knows it."""
+        known = old_python(said, self.transport.name, self._python) or self.transport.explain(said)
+        if known is not None:
+            raise known from None
+
+    def _open(self, verb: str, request: dict[str, Any], more: bool, patience: Patience, *, loaded: bool) -> Answer:
         self.calls += 1
         # Drawn anew for each attempt: frames of one that was given up cannot be taken for the next one's.
         nonce = new_nonce()
         argv = self._argv(verb, loaded)
         self._trace(f"{self.transport.name}: {' '.join('LOADER' if word == LOADER else word for word in argv)}")
         channel = self.transport.open(argv)
-        answer = Answer(channel, nonce, self.transport.name, self._silence)
+        answer = Answer(channel, nonce, self.transport, patience)
         try:
             for piece in self._preamble(loaded):
-                answer.send(piece, self._silence)
-            answer.send(json_frame(nonce, Kind.REQUEST, {"root": self.root, **request}).encode(), self._silence)
+                answer.send(piece, patience.left())
+            answer.send(json_frame(nonce, Kind.REQUEST, {"root": self.root, **request}).encode(), patience.left())
             if not more:
                 answer.end()
             answer.expect_hello()
@@ -146,7 +167,7 @@ class AgentClient:
 
     def status(self, run: str = "") -> RunStatus:
         """Return the state of a run; of the live or last one for ""."""
-        with self.call("status", {"run": run}) as answer:
+        with self.call("status", {"run": run}, within=STATUS_SECONDS) as answer:
             return parse(RunStatus, answer.drain())
 
     def runs(self, limit: int) -> tuple[RunStatus, ...]:

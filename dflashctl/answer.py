@@ -5,12 +5,15 @@ Every wait is bounded by silence, not by length: an agent that works sends a hea
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from dflashctl.errors import ConnectionLost, NoAnswer
-from dflashctl.transport import Channel, ChannelClosed, Silence
+from dflashctl.transport import Channel, ChannelClosed, Silence, Transport
 from remote.protocol.errors import DflashError
 from remote.protocol.frames import MAX_DATA, Frame, FrameError, FrameParser, Kind
 
@@ -18,24 +21,47 @@ PROTOCOL = 1
 UPLOAD_SILENCE = 30.0
 """Seconds without progress after which an upload is given up."""
 
+_ALIVE_SECONDS = 3.0
+"""An agent that was heard so lately lives: its heartbeats are two seconds apart."""
+
+_SHOWN = 500
+"""Characters of a far end's own words that a person is shown."""
+
 
 class NoHello(Exception):
-    """The command ended, or only talked, before the agent said hello."""
+    """The command ended, or only talked, before the agent said hello. `said`: all that it said, "" for nothing."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(said)
+        self.said = said
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long an answer is waited for: `silence` seconds without a byte, and no longer than `deadline` (monotonic) in all."""
+
+    silence: float
+    deadline: float = math.inf
+
+    def left(self) -> float:
+        """Return how many seconds the next byte may take."""
+        return max(0.0, min(self.silence, self.deadline - time.monotonic()))
 
 
 class Answer:
     """The answer to one request, read frame by frame. Use as a context manager."""
 
-    def __init__(self, channel: Channel, nonce: str, name: str, silence: float) -> None:
+    def __init__(self, channel: Channel, nonce: str, transport: Transport, patience: Patience) -> None:
         self.result: dict[str, Any] = {}
         self.hello: dict[str, Any] = {}
         self._channel = channel
         self._nonce = nonce
-        self._name = name
-        self._silence = silence
+        self._transport = transport
+        self._patience = patience
         self._parser = FrameParser(nonce)
         self._waiting: list[Frame] = []
         self._heard = b""
+        self._heard_at = time.monotonic()
 
     def __enter__(self) -> Answer:
         return self
@@ -53,10 +79,11 @@ class Answer:
             # An agent that refuses an upload stops reading and says why: the error frame is worth more than ours.
             return
         except Silence:
+            known = self._transport.explain(self._words(), silent=True)
             raise ConnectionLost(
-                f"{self._name} takes no more data",
-                cause=f"nothing could be sent for {timeout:.0f} s",
-                hint="check the connection and repeat the command; it goes on where it was",
+                f"{self._transport.name} takes no more data",
+                cause=known.error if known else f"nothing could be sent for {timeout:.0f} s",
+                hint=known.hint if known else "check the connection and repeat the command; it goes on where it was",
             ) from None
 
     def upload(self, content: bytes) -> None:
@@ -66,29 +93,29 @@ class Answer:
 
     def end(self) -> None:
         """Say that no more input comes."""
-        self.send(Frame(self._nonce, Kind.END).encode(), self._silence)
+        self.send(Frame(self._nonce, Kind.END).encode(), self._patience.silence)
         self._channel.finish()
 
     def expect_hello(self) -> None:
-        """Wait for the agent's first frame. Raises NoHello at the end of the stream, NoAnswer on silence."""
+        """Wait for the agent's first frame. Raises NoHello at the end of the stream, NoAnswer on silence, explained."""
+        name = self._transport.name
         try:
             frame = self._next_frame()
         except Silence:
-            raise NoAnswer(
-                f"no answer from {self._name}",
-                cause=self._said(f"silence for {self._silence:.0f} s"),
-                hint=NO_ANSWER_HINT,
+            known = self._transport.explain(self._words(), silent=True)
+            raise known or NoAnswer(
+                f"no answer from {name}", cause=self._said(self._quiet()), hint=NO_ANSWER_HINT
             ) from None
         except FrameError as error:
-            raise NoAnswer(f"no sensible answer from {self._name}", cause=str(error), hint=NO_ANSWER_HINT) from error
+            raise NoAnswer(f"no sensible answer from {name}", cause=str(error), hint=NO_ANSWER_HINT) from error
         if frame is not None and frame.kind is Kind.ERROR:
             raise _far_end_error(self._object(frame))
         if frame is None or frame.kind is not Kind.HELLO:
-            raise NoHello(self._said("it ended without a word"))
+            raise NoHello(self._words())
         self.hello = self._object(frame)
         if self.hello.get("protocol") != PROTOCOL:
             raise NoAnswer(
-                f"the agent on {self._name} speaks another protocol",
+                f"the agent on {name} speaks another protocol",
                 cause=f"protocol {self.hello.get('protocol')!r}, this dflashctl speaks {PROTOCOL}",
                 hint="run `dflashctl deploy` to ship the agent that fits",
             )
@@ -122,11 +149,12 @@ class Answer:
             try:
                 frame = self._next_frame()
             except Silence:
-                raise self._lost(f"silence for {self._silence:.0f} s") from None
+                raise self._unfinished() from None
             except FrameError as error:
                 raise self._lost(str(error)) from error
             if frame is None:
-                raise self._lost("the answer was torn" if self._parser.pending else "it ended without a result")
+                what = "the answer was torn" if self._parser.pending else "it ended without a result"
+                raise self._lost(what, self._transport.explain(self._words())) from None
             yield frame
 
     def _object(self, frame: Frame) -> dict[str, Any]:
@@ -137,26 +165,50 @@ class Answer:
 
     def _next_frame(self) -> Frame | None:
         while not self._waiting:
-            data = self._channel.receive(self._silence)
+            data = self._channel.receive(self._patience.left())
             if not data:
                 return None
+            self._heard_at = time.monotonic()
             # Kept beside the parser, which holds back the last bytes: the end of a header may still come.
             if not self.hello:
                 self._heard = (self._heard + data)[-FrameParser.NOISE_KEPT :]
             self._waiting.extend(self._parser.feed(data))
         return self._waiting.pop(0)
 
-    def _said(self, otherwise: str) -> str:
+    def _words(self) -> str:
+        """Return what was said that is no frame: on stderr and, before hello, on stdout."""
         # What came before hello is whatever a login shell prints; once hello is there it explains nothing.
         said = "" if self.hello else self._heard.decode("utf-8", errors="replace").strip()
-        return " | ".join(part for part in (said[-500:], self._channel.diagnostics()[-500:]) if part) or otherwise
+        return "\n".join(part for part in (said, self._channel.diagnostics()) if part)
 
-    def _lost(self, what: str) -> ConnectionLost:
+    def _said(self, otherwise: str) -> str:
+        return shortened(self._words()) or otherwise
+
+    def _quiet(self) -> str:
+        return f"silence for {time.monotonic() - self._heard_at:.0f} s"
+
+    def _unfinished(self) -> NoAnswer:
+        """Return the error for an answer that did not come to its end in time."""
+        # Its heartbeats came until now: it is well, and what it looks at is not.
+        if self._heard_at + _ALIVE_SECONDS > time.monotonic() >= self._patience.deadline:
+            return NoAnswer(
+                f"{self._transport.name} takes too long to answer",
+                cause="its agent is alive, but what it looks at did not answer in time",
+                hint="a disk, a network file system or a GPU driver may hang over there; repeat the command",
+            )
+        return self._lost(self._quiet(), self._transport.explain(self._words(), silent=True))
+
+    def _lost(self, what: str, known: DflashError | None = None) -> ConnectionLost:
         return ConnectionLost(
-            f"the connection to {self._name} broke off in mid-answer",
-            cause=self._said(what),
-            hint="repeat the command; what runs over there goes on",
+            f"the connection to {self._transport.name} broke off in mid-answer",
+            cause=known.error if known else self._said(what),
+            hint=known.hint if known else "repeat the command; what runs over there goes on",
         )
+
+
+def shortened(said: str) -> str:
+    """Return the end of `said` on one line: a person is shown the last words, not a whole greeting."""
+    return " | ".join(line.strip() for line in said[-_SHOWN:].splitlines() if line.strip())
 
 
 NO_ANSWER_HINT = (

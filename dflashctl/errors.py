@@ -16,6 +16,10 @@ class NoAnswer(DflashError):
         super().__init__(error, cause=cause, hint=hint, code=ExitCode.NO_ANSWER)
 
 
+class NoProgram(NoAnswer):
+    """The destination was reached, and has no such program: the first word of an argv is no executable file there."""
+
+
 class ConnectionLost(NoAnswer):
     """The answer broke off after the far end had begun to speak: asking again is worth while."""
 

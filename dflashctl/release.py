@@ -20,7 +20,16 @@ from dflashctl.source import FOLDERS
 from remote.protocol.errors import usage_error
 from remote.protocol.manifest import release_id
 
-_ENTRY = b"import sys\n\nfrom remote.agent.main import main\n\nraise SystemExit(main(sys.argv[1:]))\n"
+# The check before the import: an older Python fails in there, and a traceback tells nobody what to do.
+_ENTRY = b"""\
+import sys
+
+if sys.version_info < (3, 11):
+    sys.exit("agent: Python 3.11 or newer is needed, this is %d.%d.%d" % sys.version_info[:3])
+from remote.agent.main import main
+
+raise SystemExit(main(sys.argv[1:]))
+"""
 # The earliest time a zip file can carry.
 _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 

@@ -26,10 +26,10 @@ from remote.protocol.records import RunStatus
 SYSTEM_PYTHON = "/usr/bin/python3"
 
 
-def default_python(host: str) -> str:
+def default_python(is_here: bool) -> str:
     """Return the interpreter to use where nobody named one: here the one that runs us, if it has what trains."""
-    # find_spec looks without importing: torch itself would take seconds.
-    if host == "local" and sys.executable and importlib.util.find_spec("torch") is not None:
+    # find_spec looks without importing: torch itself would take seconds. A container has files of its own.
+    if is_here and sys.executable and importlib.util.find_spec("torch") is not None:
         return sys.executable
     return SYSTEM_PYTHON
 
@@ -96,7 +96,7 @@ class Session:
     @property
     def python(self) -> str:
         """The interpreter at the far end."""
-        return self.settings["python"] or default_python(self.settings["host"])
+        return self.settings["python"] or default_python(self.settings.is_here)
 
     @property
     def release(self) -> str:
@@ -114,7 +114,7 @@ class Session:
 
     @cached_property
     def transport(self) -> Transport:
-        return make_transport(self.settings["host"], self.settings["ct"])
+        return make_transport(self.settings["host"], self.settings["ct"], self.settings["ssh_config"])
 
     @cached_property
     def client(self) -> AgentClient:

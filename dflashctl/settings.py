@@ -6,7 +6,6 @@ The training configuration is another matter (trainer/config.py); `config` here 
 from __future__ import annotations
 
 import difflib
-import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from dflashctl.destinations import Destination
+from dflashctl.transport.pct import is_ct
 from remote.protocol.errors import DflashError, usage_error
 
 PROJECT_FILE = "dflashctl.toml"
 PREFIX = "DFLASHCTL_"
-_CT = re.compile(r"[1-9][0-9]{2,8}")
 # Read by dflashctl, but no setting that a file could hold.
 _ENVIRONMENT_ONLY = ("HOME",)
 
@@ -35,7 +34,7 @@ class Setting:
 
 
 def _check_ct(text: str) -> None:
-    if text and _CT.fullmatch(text) is None:
+    if text and not is_ct(text):
         raise ValueError("a container id is 100 or more, in digits")
 
 
@@ -110,6 +109,11 @@ class Settings:
     def seconds(self, key: str) -> float:
         """Return a setting that is a time."""
         return float(self[key])
+
+    @property
+    def is_here(self) -> bool:
+        """Whether runs live in this machine's own file system: no host and no container between."""
+        return self["host"] == "local" and not self["ct"]
 
     def is_given(self, key: str) -> bool:
         """Whether somebody set the key, rather than its default."""
@@ -211,9 +215,3 @@ def _check_all(values: Mapping[str, Value]) -> None:
                 cause=f"{error}, from {value.origin}",
                 hint=SETTINGS[key].help,
             ) from None
-    if values["host"].text == "local" and values["ct"].text and values["host"].origin != "default":
-        raise usage_error(
-            f"ct = {values['ct'].text!r} is not possible here",
-            cause=f"host is local (from {values['host'].origin}), and containers are reached through their Proxmox host",
-            hint="name that host with --host",
-        )

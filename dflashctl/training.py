@@ -59,7 +59,7 @@ def choose_file(settings: Settings, remembered: Destination | None, source: Sour
         return path.expanduser().absolute(), settings.values["config"].origin
     if remembered is not None and remembered.config:
         return Path(remembered.config), "the last `start --config` for this destination"
-    preset = PRESET_LOCAL if settings["host"] == "local" else PRESET_ELSEWHERE
+    preset = PRESET_LOCAL if settings.is_here else PRESET_ELSEWHERE
     return source.directory / "templates" / preset, "preset"
 
 
@@ -83,7 +83,7 @@ def resolve_training(
     origins = dict.fromkeys(values, base)
     for each in typed:
         values[each.key], origins[each.key] = each.value, each.origin
-    if settings["host"] == "local":
+    if settings.is_here:
         _make_absolute(values, {key: folder for key, origin in origins.items() if origin == base})
     else:
         _refuse_relative(values, origins)

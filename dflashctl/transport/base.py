@@ -12,6 +12,9 @@ from typing import Literal, Protocol
 
 from remote.protocol.errors import DflashError, ExitCode
 
+EXPLANATION_SECONDS = 3.0
+"""Longest time an explanation may take: with two calls of `pct` (0.5 to 1 s each) an answer is still worth the wait."""
+
 
 class Silence(Exception):
     """Nothing moved within the time-out."""
@@ -71,10 +74,11 @@ class Transport(Protocol):
         """Start `argv` (ASCII) there. Raises NoAnswer when the destination cannot be reached or has no such program."""
         ...
 
-    def explain(self, said: str) -> DflashError | None:
+    def explain(self, said: str, *, silent: bool = False) -> DflashError | None:
         """Return what `said`, the last words of a command that never answered, means; None for words of no hop.
 
-        Only asked after a failure, so it may ask a hop about its state (`pct status`) at the price of a call.
+        `silent`: the command did not end, nothing more came of it. Only asked after a failure, so it may ask a hop about
+        its state (`pct status`) at the price of a call; takes EXPLANATION_SECONDS at most.
         """
         ...
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO
 
-from dflashctl.errors import NoAnswer
+from dflashctl.errors import NoProgram
 from dflashctl.transport.base import ChannelClosed, Finding, Silence
 from remote.protocol.errors import DflashError
 
@@ -143,17 +143,22 @@ class Local:
 
     name = "local"
 
+    @property
+    def user(self) -> str:
+        """Who runs what is opened here."""
+        return "root" if os.geteuid() == 0 else f"user {os.geteuid()}"
+
     def open(self, argv: Sequence[str]) -> LocalChannel:
         try:
             return LocalChannel(argv)
         except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
-            raise NoAnswer(
+            raise NoProgram(
                 f"cannot run {argv[0]} on this machine",
                 cause=error.strerror or str(error),
                 hint="name a Python 3.11 or newer with --python PATH",
             ) from error
 
-    def explain(self, said: str) -> DflashError | None:
+    def explain(self, said: str, *, silent: bool = False) -> DflashError | None:
         """There is no hop between this process and the agent: what it said last is the agent's own."""
 
     def examine(self) -> Iterator[Finding]:

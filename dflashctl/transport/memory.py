@@ -51,8 +51,9 @@ class Memory:
 
     name = "memory"
 
-    def __init__(self, handler: Handler, *, stderr: str = "") -> None:
+    def __init__(self, handler: Handler, *, stderr: str = "", user: str = "root") -> None:
         self.channels: list[MemoryChannel] = []
+        self.user = user
         self._handler = handler
         self._stderr = stderr
 
@@ -62,7 +63,7 @@ class Memory:
         self.channels.append(channel)
         return channel
 
-    def explain(self, said: str) -> DflashError | None:
+    def explain(self, said: str, *, silent: bool = False) -> DflashError | None:
         """No hop, nothing to explain."""
 
     def examine(self) -> Iterator[Finding]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 LOADER = """\
 import os, sys
+if sys.version_info < (3, 11):
+    sys.exit("agent: Python 3.11 or newer is needed, this is %d.%d.%d" % sys.version_info[:3])
 def read(count):
     chunks = []
     while count:
@@ -27,4 +29,4 @@ sys.path.insert(0, "/proc/self/fd/%d" % file.fileno())
 from remote.agent.main import main
 sys.exit(main(sys.argv[1:]))
 """
-"""ASCII, under 4 KiB, Python 3.11+ standard library alone."""
+"""ASCII, under 4 KiB, the standard library alone; words that Python 2.7 still understands, so that it can say what it lacks."""

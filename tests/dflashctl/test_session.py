@@ -10,7 +10,7 @@ import pytest
 from dflashctl.destinations import Destination, DestinationStore
 from dflashctl.session import SYSTEM_PYTHON, Session, default_python, operator
 from dflashctl.transport.local import Local
-from remote.protocol.errors import DflashError, ExitCode
+from dflashctl.transport.pct import Pct
 from remote.protocol.records import RunStatus
 
 
@@ -68,18 +68,17 @@ def test_a_container_alone_goes_with_no_remembered_host(world):
     assert (session.label, session.settings["root"], session.remembered) == ("container 201 on 10.1.2.6", "", None)
 
 
-def test_a_host_that_cannot_be_reached_is_said_when_it_is_used(world):
-    session = world(host="h")
-    with pytest.raises(DflashError) as caught:
-        _ = session.client
-    assert caught.value.code == ExitCode.USAGE
+def test_a_container_is_reached_through_its_host(world):
+    session = world(host="local", ct="200")
+    assert (type(session.transport), session.transport.name) == (Pct, "container 200 on local")
+    assert session.python == SYSTEM_PYTHON
 
 
 def test_the_interpreter_of_another_machine_is_the_systems(monkeypatch):
-    assert default_python("h") == SYSTEM_PYTHON
-    assert default_python("local") == sys.executable
+    assert default_python(is_here=False) == SYSTEM_PYTHON
+    assert default_python(is_here=True) == sys.executable
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert default_python("local") == SYSTEM_PYTHON
+    assert default_python(is_here=True) == SYSTEM_PYTHON
 
 
 def test_presets_come_from_what_was_deployed_as_long_as_it_is_there(world, make_tree):

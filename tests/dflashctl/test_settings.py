@@ -91,9 +91,10 @@ def test_a_container_id_is_what_proxmox_says(text):
     assert caught.value.code == ExitCode.USAGE
 
 
-def test_a_container_on_the_local_machine_is_refused():
-    with pytest.raises(DflashError, match="not possible here"):
-        resolve({"host": "local", "ct": "200"}, {}, None, NOWHERE)
+def test_a_container_of_this_very_machine_is_not_here():
+    assert resolve({"host": "local"}, {}, None, NOWHERE).is_here
+    assert not resolve({"host": "local", "ct": "200"}, {}, None, NOWHERE).is_here
+    assert not resolve({"host": "10.1.2.6"}, {}, None, NOWHERE).is_here
 
 
 def test_paths_in_a_file_lie_beside_it(tmp_path):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
 import pytest
 
-from dflashctl.errors import NoAnswer
-from dflashctl.transport import ChannelClosed, Silence, make_transport
+from dflashctl.errors import NoProgram
+from dflashctl.transport import ChannelClosed, Silence
 from dflashctl.transport.local import Local
-from remote.protocol.errors import DflashError, ExitCode
 from remote.protocol.identity import read_stat
 
 
@@ -80,16 +80,13 @@ def test_the_child_has_a_session_of_its_own_so_that_ctrl_c_spares_it():
     channel.close()
 
 
+def test_it_knows_whether_it_is_root():
+    assert (Local().user == "root") == (os.geteuid() == 0)
+
+
 @pytest.mark.parametrize("path", ["/nonexistent/python3", "/etc/passwd", "/etc/passwd/python"])
 def test_a_python_that_is_none_is_no_answer(path):
-    with pytest.raises(NoAnswer) as caught:
+    with pytest.raises(NoProgram) as caught:
         Local().open([path, "-c", ""])
     assert path in caught.value.error
     assert "--python" in caught.value.hint
-
-
-def test_only_local_is_reached_for_now():
-    assert isinstance(make_transport("local", ""), Local)
-    with pytest.raises(DflashError) as caught:
-        make_transport("10.1.2.6", "200")
-    assert caught.value.code == ExitCode.USAGE

@@ -96,7 +96,12 @@ def first_columns(file: Path) -> list[str]:
             return [
                 json.dumps(key, ensure_ascii=False)[1:-1] for key in list(loads_object(stream.readline(_ROW_LIMIT)))[:8]
             ]
-    except (ValueError, EOFError, zlib.error):  # what is wrong with the file is the preflight's to say
+    except (
+        ValueError,
+        EOFError,
+        zlib.error,
+        gzip.BadGzipFile,
+    ):  # what is wrong with the file is the preflight's to say
         return []
 
 

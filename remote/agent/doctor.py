@@ -99,9 +99,10 @@ class Examination:
         if self.config:
             yield from self._look_at_files(python)
             return
-        for name in ("model", "data"):
-            yield Finding(name, WARNING, "not looked at: there is no configuration", "name one with --config FILE")
+        text, hint = "not looked at: there is no configuration", "name one with --config FILE"
+        yield Finding("model", WARNING, text, hint)
         yield memory_finding(0)
+        yield Finding("data", WARNING, text, hint)
         yield _looked("space", lambda: space_finding(self.root.path, "", 0, 0, Verdict()))
 
     def _look_at_python(self) -> Finding:

@@ -122,11 +122,11 @@ def _weight_files(directory: Path) -> Sequence[str]:
     if not index.is_file():
         return sorted(path.name for path in directory.glob("*.safetensors"))
     mapping = _object(index).get("weight_map")
-    names = set(cast("dict[str, Any]", mapping).values()) if isinstance(mapping, dict) else set[Any]()
+    names = list(cast("dict[str, Any]", mapping).values()) if isinstance(mapping, dict) else list[Any]()
     # Plain names alone: a path in there would lead out of the directory.
     if not names or not all(isinstance(name, str) and "/" not in name and "\0" not in name for name in names):
         raise _Unusable(f"{index} has no usable weight_map")
-    return sorted(cast("set[str]", names))
+    return sorted(set(names))
 
 
 def _complete(file: Path) -> int:

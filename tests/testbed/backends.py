@@ -58,7 +58,7 @@ class Lxc:
     def _run(self, program: str, ct: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         # Without --: the options of lxc's tools may follow the name.
         command = [program, "-P", self._path, "-n", ct, *arguments]
-        return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
     def running(self, ct: str) -> bool:
         # A frozen container is a running one for pct.

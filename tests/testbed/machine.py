@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -94,12 +96,26 @@ def new_state() -> Path:
 def remove_state(state: Path) -> None:
     """Remove a testbed's files and control groups. Its processes have to be gone."""
     shutil.rmtree(state, ignore_errors=True)
-    top = Path("/sys/fs/cgroup")
-    for hierarchy in (top / state.name, *top.glob(f"*/{state.name}")):
+    # Below the control group of whoever runs the tests, in each hierarchy.
+    for hierarchy in Path("/sys/fs/cgroup").glob(f"**/{state.name}"):
         # Bottom-up; the files in a control group's directory need no removal.
         for directory, _, _ in os.walk(hierarchy, topdown=False):
-            with contextlib.suppress(OSError):
-                Path(directory).rmdir()
+            _remove_control_group(Path(directory))
+
+
+def _remove_control_group(directory: Path) -> None:
+    deadline = time.monotonic() + 1.0
+    while True:
+        try:
+            directory.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError:
+            # Busy: the kernel takes a killed process out of its group a little after its end.
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
 
 
 class Machine:
@@ -128,7 +144,8 @@ class Machine:
         ready = self._process.stdout.readline()
         assert ready == "ready\n", (state / "machine.log").read_text()
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
-        self.enter: tuple[str, ...] = ("nsenter", "--target", children.split()[0], "--mount", "--pid", "--")
+        self._init = int(children.split()[0])
+        self.enter: tuple[str, ...] = ("nsenter", "--target", str(self._init), "--mount", "--pid", "--")
 
     def run(self, *argv: str, check: bool = True, **settings: object) -> subprocess.CompletedProcess[str]:
         """Run a command as root in there."""
@@ -146,7 +163,9 @@ class Machine:
 
     def close(self) -> None:
         """End everything in there."""
-        self._process.kill()
+        # Its process 1, which the kernel reports dead only after everybody else; unshare ends with it.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._init, signal.SIGKILL)
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()

@@ -207,19 +207,18 @@ class Pct:
             raise Failure("container did not stop")
 
     def do_push(self) -> int:
-        self.load()
         source, destination = self.words[1:]
         with self.lock():
+            # Not looked up first: a container that is missing reads as one that is stopped.
             if not self.backend.running(self.vmid):
                 raise Failure(f"can only push files to a running CT at {SOURCE} line 598.")
             try:
-                descriptor = os.open(source, os.O_RDONLY)
+                # Opened like a file: a directory reads as an empty one.
+                content = b"" if Path(source).is_dir() else Path(source).read_bytes()
             except OSError as error:
-                raise Failure(f"failed to open {source} for reading: {error.strerror}") from None
-            with (
-                os.fdopen(descriptor, "rb", closefd=True) if not Path(source).is_dir() else open(os.devnull, "rb") as f
-            ):
-                return self.copy_in(f.read(), destination)
+                print(f"failed to open {source} for reading: {error.strerror}", file=sys.stderr)
+                return 0
+            return self.copy_in(content, destination)
 
     def copy_in(self, content: bytes, destination: str) -> int:
         """Copy as pct's forked task does: whatever goes wrong in it, pct itself exits with 0."""
@@ -240,7 +239,6 @@ class Pct:
         return 0
 
     def do_pull(self) -> int:
-        self.load()
         source, destination = self.words[1:]
         with self.lock():
             if not self.backend.running(self.vmid):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ class Proxmox:
         for ct, spec in SPECS.items():
             self._configure(ct, lock=spec.lock)
         self.machine: Machine | None = None
+        self.enter: tuple[str, ...] = ()
         try:
             self.sshd, self.containers = self._set_up()
             self.sshd.start()
@@ -58,7 +60,7 @@ class Proxmox:
             if spec.node == "pve":
                 make_container(self.state, ct, spec)
         self.machine = Machine(self.state, Path(sys.prefix))
-        enter = self.machine.enter
+        self.enter = enter = self.machine.enter
         made = {ct: Container(self.state, enter, ct, spec) for ct, spec in SPECS.items() if spec.node == "pve"}
         for container in made.values():
             if container.spec.started:
@@ -88,6 +90,22 @@ class Proxmox:
         first, _, rest = block.partition("\n")
         path.write_text("\n".join([first, *(f"    {line}" for line in extra.splitlines()), rest]))
         return path
+
+    def pct(self, *argv: str, user: str = "root", **settings: Any) -> subprocess.CompletedProcess[Any]:
+        """Run pct as somebody who is logged in on the host; `settings` are those of subprocess.run."""
+        command = [*self.enter, "/usr/sbin/runuser", "-u", user, "--", "/usr/sbin/pct", *argv]
+        defaults: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 30, "cwd": "/"}
+        if "input" not in settings:
+            defaults["stdin"] = subprocess.DEVNULL
+        return subprocess.run(command, check=False, **{**defaults, **settings})
+
+    def ssh(self, command: str, user: str = "root", **settings: Any) -> subprocess.CompletedProcess[Any]:
+        """Run a command line on the host through the system's ssh."""
+        argv = ["ssh", "-F", str(self.ssh_config(user)), "-o", "BatchMode=yes", HOST, command]
+        defaults: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 30}
+        if "input" not in settings:
+            defaults["stdin"] = subprocess.DEVNULL
+        return subprocess.run(argv, check=False, **{**defaults, **settings})
 
     def set_knobs(self, **knobs: Any) -> None:
         """Set how pct behaves from its next call on; none: as a good one. See Pct in pct.py for their names:
@@ -126,11 +144,12 @@ class Proxmox:
     def reset(self) -> None:
         """Bring back the state of before a test. Containers that it did not call are left alone."""
         self.sshd.thaw()
-        called = {word for call in self.calls() for word in call}
-        for ct in called & set(self.containers):
-            self.containers[ct].clean()
+        # Unlocked before they are stopped.
         for ct, spec in SPECS.items():
             self._configure(ct, lock=spec.lock)
+        asked = [call for call in self.calls() if call and call[0] not in ("config", "list", "status")]
+        for ct in {word for call in asked for word in call} & set(self.containers):
+            self.containers[ct].clean()
         self.set_knobs()
         self._forget_calls()
         self.trust()

@@ -78,18 +78,18 @@ class AgentClient:
                 return self._open(verb, request, more, patience, loaded=False)
             except NoHello as failure:
                 # A hop that knows why would only say the same again, for the price of one more call.
-                self._raise_known(failure.said)
+                self._raise_known(failure)
                 # Asking again is safe: without a hello the request was never looked at, and start carries its own run id.
         try:
             return self._open(verb, request, more, patience, loaded=True)
         except NoHello as failure:
-            self._raise_known(failure.said)
+            self._raise_known(failure)
             cause = shortened(failure.said) or "it ended without a word"
             raise NoAnswer(f"no answer from {self.transport.name}", cause=cause, hint=NO_ANSWER_HINT) from None
 
-    def _raise_known(self, said: str) -> None:
-        """Raise what `said` instead of a hello means, when the Python over there or a hop knows it."""
-        known = old_python(said, self.transport.name, self._python) or self.transport.explain(said)
+    def _raise_known(self, failure: NoHello) -> None:
+        """Raise what was said instead of a hello, when the Python over there or a hop knows what that means."""
+        known = old_python(failure.said, self.transport.name, self._python) or failure.known
         if known is not None:
             raise known from None
 

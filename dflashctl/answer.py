@@ -14,6 +14,7 @@ from typing import Any
 
 from dflashctl.errors import ConnectionLost, NoAnswer
 from dflashctl.transport import Channel, ChannelClosed, Silence, Transport
+from dflashctl.transport.explain import python_spoke
 from remote.protocol.errors import DflashError
 from remote.protocol.frames import MAX_DATA, Frame, FrameError, FrameParser, Kind
 
@@ -29,11 +30,15 @@ _SHOWN = 500
 
 
 class NoHello(Exception):
-    """The command ended, or only talked, before the agent said hello. `said`: all that it said, "" for nothing."""
+    """The command ended, or only talked, before the agent said hello. `said`: all that it said, "" for nothing.
 
-    def __init__(self, said: str) -> None:
+    `known`: what that means, where a hop knows it.
+    """
+
+    def __init__(self, said: str, known: DflashError | None) -> None:
         super().__init__(said)
         self.said = said
+        self.known = known
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,9 @@ class Answer:
             # An agent that refuses an upload stops reading and says why: the error frame is worth more than ours.
             return
         except Silence:
-            known = self._transport.explain(self._words(), silent=True)
+            known = self._known(silent=True)
+            if known is not None and not self.hello:
+                raise known from None
             raise ConnectionLost(
                 f"{self._transport.name} takes no more data",
                 cause=known.error if known else f"nothing could be sent for {timeout:.0f} s",
@@ -102,8 +109,7 @@ class Answer:
         try:
             frame = self._next_frame()
         except Silence:
-            known = self._transport.explain(self._words(), silent=True)
-            raise known or NoAnswer(
+            raise self._known(silent=True) or NoAnswer(
                 f"no answer from {name}", cause=self._said(self._quiet()), hint=NO_ANSWER_HINT
             ) from None
         except FrameError as error:
@@ -111,7 +117,7 @@ class Answer:
         if frame is not None and frame.kind is Kind.ERROR:
             raise _far_end_error(self._object(frame))
         if frame is None or frame.kind is not Kind.HELLO:
-            raise NoHello(self._words())
+            raise NoHello(self._words(), self._known())
         self.hello = self._object(frame)
         if self.hello.get("protocol") != PROTOCOL:
             raise NoAnswer(
@@ -154,7 +160,7 @@ class Answer:
                 raise self._lost(str(error)) from error
             if frame is None:
                 what = "the answer was torn" if self._parser.pending else "it ended without a result"
-                raise self._lost(what, self._transport.explain(self._words())) from None
+                raise self._lost(what, self._known()) from None
             yield frame
 
     def _object(self, frame: Frame) -> dict[str, Any]:
@@ -181,6 +187,12 @@ class Answer:
         said = "" if self.hello else self._heard.decode("utf-8", errors="replace").strip()
         return "\n".join(part for part in (said, self._channel.diagnostics()) if part)
 
+    def _known(self, *, silent: bool = False) -> DflashError | None:
+        """Return what the hops know of why there is no answer, or no more of it."""
+        words = self._words()
+        # A Python that spoke proves that every hop is well: asking them would cost a call and find noise at best.
+        return None if python_spoke(words) and not silent else self._transport.explain(words, silent=silent)
+
     def _said(self, otherwise: str) -> str:
         return shortened(self._words()) or otherwise
 
@@ -196,7 +208,7 @@ class Answer:
                 cause="its agent is alive, but what it looks at did not answer in time",
                 hint="a disk, a network file system or a GPU driver may hang over there; repeat the command",
             )
-        return self._lost(self._quiet(), self._transport.explain(self._words(), silent=True))
+        return self._lost(self._quiet(), self._known(silent=True))
 
     def _lost(self, what: str, known: DflashError | None = None) -> ConnectionLost:
         return ConnectionLost(

@@ -76,11 +76,10 @@ class Pct:
         reading = explain.read(said, self._place, silent=silent)
         if reading is not None and reading.ask is Ask.NOTHING:
             return reading.error
-        if reading is None and not silent and explain.python_spoke(said):
-            return None
         return within(
             EXPLANATION_SECONDS,
-            lambda: self._hop.explain(said, silent=silent) or self._look(reading, silent=silent),
+            # The container first: a login shell's noise has lines that mean something to the hop behind.
+            lambda: self._look(reading, silent=silent) or self._hop.explain(said, silent=silent),
             lambda: reading.error if reading else explain.host_silent(self._place, EXPLANATION_SECONDS),
         )
 

@@ -86,6 +86,9 @@ class Cut:
 
         return broken
 
+    def explain(self, said, *, silent=False):
+        return self._via.explain(said, silent=silent)
+
     def close(self):
         self._via.close()
 

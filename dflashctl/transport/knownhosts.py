@@ -165,6 +165,9 @@ def learn(path: Path, name: str, key: HostKey, *, hashed: bool, replace: bool) -
     try:
         # A link into a directory of dotfiles stays one.
         path = path.resolve()
+        if path.exists() and not path.is_file():
+            # /dev/null is a way to say that nothing is to be kept; root could rename a file into its place.
+            raise FileExistsError(0, "it is no regular file")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(path.with_name(f".{path.name}.dflashctl-lock")):
             lines = _lines(path)

@@ -80,7 +80,7 @@ class Link:
         def check(key: HostKey) -> None:
             verdict = look_up(hop, key)
             if not isinstance(verdict, Trusted):
-                raise _refused(hop, key, verdict, self._destination)
+                raise refused(hop, key, verdict, self._destination)
             self.verified.append(Verified(hop, key, verdict))
 
         connection, line = self._open(hop, check)
@@ -277,7 +277,8 @@ def _end(connection: Any, line: Line) -> None:
     line.close()
 
 
-def _refused(hop: Hop, key: HostKey, verdict: Verdict, destination: str) -> HostKeyRefused:
+def refused(hop: Hop, key: HostKey, verdict: Verdict, destination: str) -> HostKeyRefused:
+    """Return the sentence for a key that is unknown, changed or revoked. `destination`: as the operator typed it."""
     trust = f"dflashctl hosts trust --host {destination}"
     if isinstance(verdict, Revoked):
         return HostKeyRefused(

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from dflashctl.agent_client import AgentClient
@@ -30,10 +30,6 @@ _NAME = 11
 _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", "red bold")}
 
 
-class _Unreached(Exception):
-    """A hop failed, and has been told."""
-
-
 class Examination:
     """One round of doctor at a session's destination. Iterating yields each finding as soon as it is known.
 
@@ -50,11 +46,10 @@ class Examination:
     def __iter__(self) -> Iterator[Finding]:
         try:
             yield from self._resolve()
-            yield from self._hops()
+            # Nothing behind a hop that failed can be seen.
+            if not (yield from self._hops()):
+                return
             yield from self._far_findings()
-        except _Unreached:
-            # What lies behind a hop that failed cannot be seen.
-            return
         except DflashError as error:
             yield failed("agent", error)
             return
@@ -70,15 +65,15 @@ class Examination:
         else:
             self._talk.say(f"configuration {self.training.base} ({self.training.base_origin})")
 
-    def _hops(self) -> Iterator[Finding]:
+    def _hops(self) -> Generator[Finding, None, bool]:
+        """Yield what the transport finds; return whether the way to the far end is open."""
         findings: list[Finding] = []
         for finding in self._session.transport.examine():
             findings.append(finding)
             yield finding
         if not findings:
             yield Finding("machine", "ok", "the local one")
-        if any(finding.state == "failed" for finding in findings):
-            raise _Unreached
+        return all(finding.state != "failed" for finding in findings)
 
     def _far_findings(self) -> Iterator[Finding]:
         session, training = self._session, self.training

@@ -22,8 +22,8 @@ CONNECT_TIMEOUT = 10.0
 _MOST_HOPS = 8
 _SSH_PATIENCE = 10.0
 _PORT = 22
-# The characters OpenSSH 9.6 refuses in names on its command line (ssh.c): `Match exec` hands names to a shell.
-_UNSAFE = set("'`\"$\\;&<>|(){}")
+# The characters OpenSSH 9.6 refuses in names on its command line (ssh.c): `Match exec` hands names to a shell. And brackets.
+_UNSAFE = set("'`\"$\\;&<>|(){}[]")
 _DEFAULT_KEYS = tuple(
     f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk", "xmss", "dsa")
 )
@@ -102,7 +102,7 @@ def resolve(destination: str, config_file: str = "") -> tuple[Hop, ...]:
     address, via = parse_destination(destination), None
     while True:
         options = _options(address, config_file)
-        jumps = _jumps(address, options) if via is None else via
+        jumps = _jumps(options) if via is None else via
         hops.insert(0, _hop(address, options, behind_another=bool(jumps), is_gateway=bool(hops)))
         if not jumps:
             return tuple(hops)
@@ -175,7 +175,8 @@ def _options_without_ssh(address: Address, config_file: str) -> Options:
         raise _bad_configuration(address, config_file, str(error)) from None
     options: dict[str, list[str]] = {"hostname": [address.host]}
     for key, value in found.items():
-        options[key] = [value] if isinstance(value, str) else list(value)
+        # None is what it makes of `ProxyCommand none`.
+        options[key] = [value] if isinstance(value, str) else list(value or ())
     options["user"] = [address.user] if address.user else options.get("user", [_local_user()])
     options["port"] = [str(address.port)] if address.port else options.get("port", [str(_PORT)])
     options.setdefault("identityfile", list(_DEFAULT_KEYS))
@@ -199,15 +200,13 @@ def _local_user() -> str:
         return ""
 
 
-def _jumps(address: Address, options: Options) -> list[Address]:
+def _jumps(options: Options) -> list[Address]:
     text = _one(options, "proxyjump")
-    jumps = [parse_destination(jump.strip()) for jump in text.split(",")] if text else []
-    # `Host *` with a ProxyJump means everybody but the gateway itself.
-    return [] if jumps and jumps[-1].host == address.host else jumps
+    return [parse_destination(jump.strip()) for jump in text.split(",")] if text else []
 
 
 def _one(options: Options, key: str) -> str:
-    value = options.get(key, [""])[0]
+    value = next(iter(options.get(key, ())), "")
     return "" if value.lower() == "none" else value
 
 

@@ -126,11 +126,12 @@ class Container:
         self.workspace = "/workspace"
         self._state = state
         self._enter = enter
+        self._pct = (*enter, "/usr/sbin/pct")
         self._binds = 0
 
     def pct(self, command: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Call pct as the testbed's own."""
-        return self._call([*self._enter, "/usr/sbin/pct", command, self.ct, *arguments], check)
+        return self._call([*self._pct, command, self.ct, *arguments], check)
 
     def _call(self, command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8", CONTROL: "1"}

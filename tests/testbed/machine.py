@@ -41,6 +41,8 @@ mount -t tmpfs -o mode=755 testbed /run
 mkdir -p /run/sshd /run/lock/lxc
 mount -t tmpfs -o mode=755 testbed /var/log
 mount --bind "$state/home/root" /root
+mkdir -p /etc/pve
+mount --bind "$state/pve" /etc/pve
 id=4200
 for user in {SUDO_USER} {OTHER_USER}; do
     echo "$user:x:$id:$id::$state/home/$user:/bin/bash" >>/etc/passwd

@@ -33,6 +33,7 @@ Host {host}
 class Proxmox:
     """Up from construction to close()."""
 
+    real = True
     users: tuple[str, ...] = ("root", SUDO_USER)
     """Those who can reach a container."""
 
@@ -56,7 +57,12 @@ class Proxmox:
             raise
 
     def _set_up(self) -> tuple[Sshd, dict[str, Container]]:
+        """Return the sshd, not yet started, and the containers of this node."""
         for ct, spec in SPECS.items():
+            # Where each node's configurations lie for all nodes to see: /etc/pve/nodes.
+            node = self.state / "pve" / "nodes" / spec.node / "lxc"
+            node.mkdir(parents=True, exist_ok=True)
+            (node / f"{ct}.conf").touch()
             if spec.node == "pve":
                 make_container(self.state, ct, spec)
         self.machine = Machine(self.state, Path(sys.prefix))
@@ -93,19 +99,11 @@ class Proxmox:
 
     def pct(self, *argv: str, user: str = "root", **settings: Any) -> subprocess.CompletedProcess[Any]:
         """Run pct as somebody who is logged in on the host; `settings` are those of subprocess.run."""
-        command = [*self.enter, "/usr/sbin/runuser", "-u", user, "--", "/usr/sbin/pct", *argv]
-        defaults: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 30, "cwd": "/"}
-        if "input" not in settings:
-            defaults["stdin"] = subprocess.DEVNULL
-        return subprocess.run(command, check=False, **{**defaults, **settings})
+        return run_quietly([*self.enter, "/usr/sbin/runuser", "-u", user, "--", "/usr/sbin/pct", *argv], settings)
 
     def ssh(self, command: str, user: str = "root", **settings: Any) -> subprocess.CompletedProcess[Any]:
         """Run a command line on the host through the system's ssh."""
-        argv = ["ssh", "-F", str(self.ssh_config(user)), "-o", "BatchMode=yes", HOST, command]
-        defaults: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 30}
-        if "input" not in settings:
-            defaults["stdin"] = subprocess.DEVNULL
-        return subprocess.run(argv, check=False, **{**defaults, **settings})
+        return run_quietly(["ssh", "-F", str(self.ssh_config(user)), "-o", "BatchMode=yes", HOST, command], settings)
 
     def set_knobs(self, **knobs: Any) -> None:
         """Set how pct behaves from its next call on; none: as a good one. See Pct in pct.py for their names:
@@ -162,6 +160,13 @@ class Proxmox:
         if self.machine is not None:
             self.machine.close()
         remove_state(self.state)
+
+
+def run_quietly(command: list[str], settings: dict[str, Any]) -> subprocess.CompletedProcess[Any]:
+    defaults: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 30, "cwd": "/"}
+    if "input" not in settings:
+        defaults["stdin"] = subprocess.DEVNULL
+    return subprocess.run(command, check=False, **{**defaults, **settings})
 
 
 __all__ = ["HOST", "Proxmox", "missing_machine"]

@@ -11,6 +11,11 @@ import time
 import pytest
 
 
+@pytest.fixture
+def proxmox(real_proxmox):
+    return real_proxmox
+
+
 def wait_for(condition, seconds=10.0):
     deadline = time.monotonic() + seconds
     while not (value := condition()):

@@ -1,0 +1,71 @@
+"""The fallback without root or LXC, here run by whoever runs the tests."""
+
+from __future__ import annotations
+
+import pytest
+from testbed.shim import ShimProxmox
+from testbed.sshd import missing_sshd
+
+pytestmark = pytest.mark.skipif(bool(missing_sshd()), reason=missing_sshd())
+
+
+@pytest.fixture(scope="module")
+def host():
+    made = ShimProxmox()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def shim(host):
+    yield host
+    host.reset()
+
+
+@pytest.mark.parametrize("pct", ["/usr/sbin/pct", "sudo -n /usr/sbin/pct"])
+def test_a_command_runs_in_the_directory(shim, pct):
+    done = shim.ssh(f"{pct} exec 200 -- sh -c 'pwd; echo $HOME; cat'", input="data")
+    assert done.stdout == f"{shim['200'].rootfs}\n{shim['200'].rootfs}\ndata"
+    assert shim.ssh(f"{pct} exec 200 -- sh -c 'exit 7'").returncode == 7
+    assert shim.calls()[0][:2] == ["exec", "200"]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("/usr/sbin/pct exec 202 -- true", "container '202' not running!\n"),
+        ("/usr/sbin/pct exec 299 -- true", "Configuration file 'nodes/pve/lxc/299.conf' does not exist\n"),
+        ("/usr/sbin/pct start 203", "CT is locked (backup)\n"),
+        ("/usr/sbin/pct push 200 /etc/hostname /none/x", "failed to create file: /none/x: No such file or directory\n"),
+        ("sudo -n /usr/bin/id", "sudo: a password is required\n"),
+    ],
+)
+def test_it_says_what_the_real_one_says(shim, command, said):
+    assert shim.ssh(command).stderr == said
+
+
+@pytest.mark.parametrize(("command", "code"), [("/none/python", 127), ("/etc/hosts", 126)])
+def test_a_command_that_cannot_be_run(shim, command, code):
+    done = shim.ssh(f"/usr/sbin/pct exec 200 -- {command}")
+    assert done.returncode == code
+    assert done.stderr.startswith("lxc-attach: 200: ../src/lxc/attach.c: ")
+    assert done.stderr.endswith(f'Failed to exec "{command}"\n')
+
+
+def test_a_stop_ends_what_runs_in_it_and_nothing_else(shim):
+    start = "sh -c 'sleep 20 </dev/null >/dev/null 2>&1 & echo $!'"
+    first, second = (int(shim.ssh(f"/usr/sbin/pct exec {ct} -- {start}").stdout) for ct in ("200", "201"))
+    assert shim.pct("stop", "200").returncode == 0
+    assert shim.pct("status", "200").stdout == "status: stopped\n"
+    # A zombie waits for this machine's process 1 to reap it.
+    assert shim["201"].run("ps", "-o", "stat=", str(first), check=False).stdout[:1] in ("", "Z")
+    assert shim["201"].run("ps", "-o", "stat=", str(second)).stdout[:1] == "S"
+
+
+def test_push_and_pull_stay_below_the_directory(shim):
+    source = shim.state / "pushed"
+    source.write_bytes(b"\0\xff")
+    assert shim.pct("push", "200", str(source), "/workspace/it").returncode == 0
+    assert shim["200"].path("/workspace/it").read_bytes() == b"\0\xff"
+    assert shim.pct("pull", "200", "/workspace/it", f"{source}.back").returncode == 0
+    assert (shim.state / "pushed.back").read_bytes() == b"\0\xff"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 import pytest
 from testbed.shim import ShimProxmox
 from testbed.sshd import missing_sshd
@@ -14,6 +17,30 @@ def host():
     made = ShimProxmox()
     yield made
     made.close()
+
+
+def test_an_ordinary_user_without_containers_runs_these_very_tests(real_proxmox):
+    machine, tree = real_proxmox.machine, real_proxmox.state / "source" / "tree"
+    tree.mkdir()
+    machine.run("mount", "--bind", str(Path(__file__).parents[2]), str(tree))
+    python = f"{real_proxmox.state}/source/venv/bin/python"
+    argv = [
+        python,
+        "-B",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not ordinary",
+        "tests/testbed/test_shim.py",
+    ]
+    command = f"cd {tree} && umask 077 && exec {shlex.join(argv)}"
+    done = machine.run("/usr/sbin/runuser", "-u", "ops", "--", "sh", "-c", command, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "failed" not in done.stdout
+    assert "skipped" not in done.stdout
 
 
 @pytest.fixture

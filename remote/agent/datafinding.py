@@ -5,15 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from remote.agent.facts import free_space
 from remote.agent.finding import FAILED, OK, WARNING, Finding, failure, gib
+from remote.agent.preflight import NO_VERDICT
 from remote.protocol.codec import loads_object
-from remote.protocol.errors import DflashError
+from remote.protocol.errors import DflashError, ExitCode
 
 _FORMS = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
 _ROW_LIMIT = 16 << 20
@@ -26,20 +27,28 @@ _LOW_DISK = 1 << 30
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the preflight said: its findings, or its error, or why it was not asked."""
+    """What the preflight said: what it found, else its problems. `not_read`: why it did not come to the data, if so."""
 
     found: Mapping[str, Any] | None = None
-    error: DflashError | None = None
-    not_asked: str = ""
+    problems: tuple[DflashError, ...] = ()
+    not_read: str = ""
     hint: str = ""
 
-    def concerns(self, path: str) -> bool:
-        """Whether the preflight failed, and of this path."""
-        return self.error is not None and bool(path) and path in f"{self.error.error} {self.error.cause}"
+    @classmethod
+    def of(cls, error: DflashError) -> Verdict:
+        """Take the preflight's error apart; it tells of everything that is wrong at once."""
+        problems = error.problems or (error,)
+        # A configuration that it cannot read at all ends it before the first look.
+        judged = error.error != NO_VERDICT and any(problem.code is ExitCode.PREFLIGHT for problem in problems)
+        return cls(None, problems, "" if judged else "the preflight ended before that", "mend that first")
+
+    def about(self, path: str) -> list[DflashError]:
+        """Return the problems that name `path`."""
+        return [each for each in self.problems if path and path in f"{each.error} {each.cause}"]
 
     @property
-    def about_space(self) -> bool:
-        return self.error is not None and self.error.error.startswith("no space left")
+    def about_space(self) -> list[DflashError]:
+        return [each for each in self.problems if each.error.startswith("no space left")]
 
 
 def data_finding(text: str, verdict: Verdict) -> Finding:
@@ -53,17 +62,14 @@ def data_finding(text: str, verdict: Verdict) -> Finding:
     here = f"{path}: {_listed(path, files)}"
     if columns := first_columns(files[0]) if files else []:
         here += f", columns {', '.join(columns)}"
-    if verdict.concerns(text) and verdict.error is not None:
-        return failure("data", verdict.error)
-    if verdict.found is not None:
-        figures = [f"{_count(verdict.found, key)} {key}" for key in ("documents", "tokens", "steps")]
-        return Finding("data", OK, f"{here}; {', '.join(figures)}")
-    if verdict.about_space:
-        # Space is judged after the last row was read.
+    if problems := verdict.about(text):
+        return failure("data", problems[0])
+    if verdict.not_read:
+        return Finding("data", WARNING, f"{here}; not read: {verdict.not_read}", verdict.hint)
+    if verdict.found is None:
         return Finding("data", OK, f"{here}; read whole")
-    if verdict.error is not None:
-        return Finding("data", WARNING, f"{here}; not read: the preflight failed before it", "mend that first")
-    return Finding("data", WARNING, f"{here}; not read: {verdict.not_asked}", verdict.hint)
+    figures = [f"{_count(verdict.found, key)} {key}" for key in ("documents", "tokens", "steps")]
+    return Finding("data", OK, f"{here}; {', '.join(figures)}")
 
 
 def _count(found: Mapping[str, Any], key: str) -> str:
@@ -105,11 +111,10 @@ def first_columns(file: Path) -> list[str]:
         return []
 
 
-def preflight_finding(verdict: Verdict, paths: tuple[str, ...]) -> Finding | None:
-    """Return a line for a failure of the preflight that belongs to no other line: neither to `paths` nor to space."""
-    if verdict.error is None or verdict.about_space or any(verdict.concerns(path) for path in paths):
-        return None
-    return failure("preflight", verdict.error)
+def other_findings(verdict: Verdict, paths: Sequence[str]) -> list[Finding]:
+    """Return a line for each problem of the preflight that belongs to no other line: neither to `paths` nor to space."""
+    told = [each for path in paths for each in verdict.about(path)] + verdict.about_space
+    return [failure("preflight", problem) for problem in verdict.problems if problem not in told]
 
 
 def space_finding(root: Path, output_dir: str, ring: int, kept: int, verdict: Verdict) -> Finding:
@@ -125,8 +130,8 @@ def space_finding(root: Path, output_dir: str, ring: int, kept: int, verdict: Ve
     own = free_space(root)["free"]
     if output_dir:
         text += f"; {root} {gib(own)} free"
-    if verdict.about_space and verdict.error is not None:
-        return Finding("space", FAILED, f"{text}; {verdict.error.error}: {verdict.error.cause}", verdict.error.hint)
+    if problems := verdict.about_space:
+        return Finding("space", FAILED, f"{text}; {problems[0].error}: {problems[0].cause}", problems[0].hint)
     if verdict.found is None and ring > shm["free"]:
         return Finding("space", WARNING, text, "lower ring_mib, or free shared memory")
     if own < _LOW_DISK:

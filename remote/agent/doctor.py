@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remote.agent.datafinding import Verdict, data_finding, preflight_finding, space_finding
+from remote.agent.datafinding import Verdict, data_finding, other_findings, space_finding
 from remote.agent.environment import trainer_environment
 from remote.agent.finding import FAILED, WARNING, Finding, failure
 from remote.agent.gpufinding import gpu_finding
@@ -18,7 +18,7 @@ from remote.agent.gpus import list_gpus
 from remote.agent.interpreters import packages_of
 from remote.agent.memory import memory, memory_finding
 from remote.agent.modelfinding import model_finding
-from remote.agent.preflight import preflight
+from remote.agent.preflight import SKIP_DEVICES, preflight
 from remote.agent.pythonfinding import python_finding
 from remote.agent.roots import interpreter, require_release
 from remote.agent.wire import Answer, Request
@@ -95,9 +95,10 @@ class Examination:
     def __iter__(self) -> Iterator[Finding]:
         python = _looked("python", self._look_at_python)
         yield python
-        yield _looked("GPUs", lambda: gpu_finding(self.wanted.device, self.wanted.devices))
+        gpus = _looked("GPUs", lambda: gpu_finding(self.wanted.device, self.wanted.devices))
+        yield gpus
         if self.config:
-            yield from self._look_at_files(python)
+            yield from self._look_at_files(python, gpus)
             return
         text, hint = "not looked at: there is no configuration", "name one with --config FILE"
         yield Finding("model", WARNING, text, hint)
@@ -108,15 +109,15 @@ class Examination:
     def _look_at_python(self) -> Finding:
         return python_finding(packages_of(interpreter(self.python)), self.wanted.device)
 
-    def _look_at_files(self, python: Finding) -> Iterator[Finding]:
+    def _look_at_files(self, python: Finding, gpus: Finding) -> Iterator[Finding]:
         wanted = self.wanted
         model = _looked("model", lambda: model_finding(wanted.target_model, *self._room()))
         yield model
         yield memory_finding(wanted.ring_bytes)
         # The slow part: it reads all data. Space comes behind it, for it knows what a checkpoint takes.
-        verdict = self._ask_trainer(python, model)
-        if (other := preflight_finding(verdict, (wanted.data_dir,))) is not None:
-            yield other
+        verdict = self._ask_trainer(python, gpus)
+        # What the model's line has said need not be said again; what that look cannot see has to be.
+        yield from other_findings(verdict, [wanted.data_dir, *([wanted.target_model] if model.state == FAILED else [])])
         yield _looked("data", lambda: data_finding(wanted.data_dir, verdict))
         space = (wanted.output_dir, wanted.ring_bytes, wanted.keep_checkpoints, verdict)
         yield _looked("space", lambda: space_finding(self.root.path, *space))
@@ -133,24 +134,24 @@ class Examination:
         smallest = min(chosen, key=lambda gpu: gpu.total, default=None)
         return (0, "") if smallest is None else (smallest.total << 20, f"GPU {smallest.index}")
 
-    def _ask_trainer(self, python: Finding, model: Finding) -> Verdict:
+    def _ask_trainer(self, python: Finding, gpus: Finding) -> Verdict:
         try:
             release = require_release(self.root, self.release)
         except DflashError as error:
-            return Verdict(not_asked=error.error, hint=error.hint)
-        # Its error would be theirs again, and hide what it had to say of the data.
-        for line in (python, model):
-            if line.state == FAILED:
-                return Verdict(
-                    not_asked=f"the trainer needs the {line.name} first", hint=f"mend the line {line.name} first"
-                )
+            return Verdict(not_read=error.error, hint=error.hint)
+        if not (self.wanted.target_model and self.wanted.data_dir):
+            return Verdict(not_read="target_model and data_dir have to be set first", hint="name a --config FILE")
+        if python.state == FAILED:
+            return Verdict(not_read="the trainer needs its packages first", hint="mend the line python first")
+        # Unless nvidia-smi has said it: then the trainer, which asks CUDA's driver, would say it in other words.
+        flags = [SKIP_DEVICES] if gpus.state == FAILED else []
         try:
             path = interpreter(self.python)
             environment = trainer_environment(path, self.root.path, release)
-            found = preflight(path, environment, self.config, self.answer, look=self._word_of_patience())
+            found = preflight(path, environment, self.config, self.answer, flags, self._word_of_patience())
             return Verdict(found=found)
         except DflashError as error:
-            return Verdict(error=error)
+            return Verdict.of(error)
 
     def _word_of_patience(self) -> Callable[[], None]:
         """Return a function that says once, when it took long, what the client waits for."""

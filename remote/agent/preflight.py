@@ -17,6 +17,12 @@ from remote.protocol.errors import DflashError, preflight_error
 _POLL_SECONDS = 0.2
 _TAIL_LINES = 30
 
+SKIP_DEVICES = "--skip-devices"
+"""Flag of `python -m trainer preflight` for who has looked at the GPUs himself."""
+
+NO_VERDICT = "the preflight failed"
+"""The error of a preflight that ended without saying what is wrong with the configuration: nothing was judged."""
+
 
 def run_trainer_verb(
     command: list[str],
@@ -106,7 +112,7 @@ def _reported(code: int, output: str, errors: str) -> DflashError:
     if said:
         return DflashError.from_json({"code": code, **said[-1]})
     return preflight_error(
-        "the preflight failed",
+        NO_VERDICT,
         cause=f"`python -m trainer preflight` ended with code {code}",
         hint="the last lines of its output say why",
         detail="\n".join((output + errors).splitlines()[-_TAIL_LINES:]),

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from remote.agent.gpus import memory_used
-from remote.agent.preflight import preflight
+from remote.agent.preflight import SKIP_DEVICES, preflight
 from remote.agent.selfcheck import kept_check, selfcheck
 from remote.agent.startplan import StartPlan
 from remote.agent.wire import Answer
 from remote.protocol.errors import DflashError, preflight_error, together
 from remote.protocol.layout import RootLayout
 
-# Flags of `python -m trainer preflight`.
-_SKIP_DEVICES = "--skip-devices"
+# A flag of `python -m trainer preflight`.
 _FREED = "--freed-shm"
 
 
@@ -37,7 +36,7 @@ def require_ready(
         answer.phase("preflight")
         began = time.monotonic()
         # nvidia-smi has told already: the trainer, which asks CUDA's driver, would say the same in other words.
-        flags = [_SKIP_DEVICES] if problems else []
+        flags = [SKIP_DEVICES] if problems else []
         if freed_shm:
             flags += [_FREED, str(freed_shm)]
         problems += _trainer_says(root, plan, answer, flags)

@@ -16,15 +16,16 @@ from remote.agent.datafinding import (
     data_files,
     data_finding,
     first_columns,
-    preflight_finding,
+    other_findings,
     space_finding,
 )
-from remote.protocol.errors import preflight_error
+from remote.agent.preflight import NO_VERDICT
+from remote.protocol.errors import preflight_error, together, usage_error
 
 GIB = 1 << 30
 ROW = json.dumps({"input_ids": [1, 2], "loss_mask": [0, 1]})
 FOUND = Verdict(found={"documents": 4417, "tokens": 842359, "steps": 560, "drafter_parameters": 1_730_213_120})
-NOT_DEPLOYED = Verdict(not_asked="nothing is deployed there", hint="run `dflashctl deploy` first")
+NOT_DEPLOYED = Verdict(not_read="nothing is deployed there", hint="run `dflashctl deploy` first")
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def data(tmp_path):
 
 
 def failed(cause: str, error: str = "it is wrong") -> Verdict:
-    return Verdict(error=preflight_error(error, cause=cause, hint="mend it"))
+    return Verdict.of(preflight_error(error, cause=cause, hint="mend it"))
 
 
 def test_what_the_preflight_counted(data):
@@ -64,15 +65,40 @@ def test_an_error_about_the_data_stands_in_its_line(data):
     found = data_finding(str(data), verdict)
     assert (found.state, found.hint) == ("failed", "mend it")
     assert found.text == f"it is wrong: columns seen in {data}/a.jsonl: text"
-    assert preflight_finding(verdict, (str(data),)) is None
+    assert other_findings(verdict, [str(data)]) == []
 
 
 def test_an_error_about_something_else_has_a_line_of_its_own(data):
     verdict = failed("mask_token_id 99 is outside the vocabulary")
-    assert data_finding(str(data), verdict).state == "warning"
-    other = preflight_finding(verdict, (str(data),))
+    assert (data_finding(str(data), verdict).state, "read whole" in data_finding(str(data), verdict).text) == (
+        "ok",
+        True,
+    )
+    (other,) = other_findings(verdict, [str(data)])
     assert (other.name, other.state, other.code) == ("preflight", "failed", 7)
-    assert preflight_finding(FOUND, (str(data),)) is None
+    assert other_findings(FOUND, [str(data)]) == []
+
+
+def test_of_several_problems_each_stands_in_its_own_line(data, tmp_path):
+    model = preflight_error("no model directory at /m", cause="nothing is there")
+    rows = preflight_error("a bad row", cause=f"{data}/a.jsonl row 7")
+    space = preflight_error("no space left for the ring", cause="/dev/shm is full", hint="free it")
+    mask = usage_error("mask_token_id is not set")
+    verdict = Verdict.of(together([model, rows, space, mask]))
+    assert data_finding(str(data), verdict).text == f"a bad row: {data}/a.jsonl row 7"
+    assert space_finding(tmp_path, "", GIB, 3, verdict).hint == "free it"
+    assert [each.text for each in other_findings(verdict, [str(data), "/m"])] == ["mask_token_id is not set"]
+    # A model that our own look found whole, and the trainer did not.
+    assert len(other_findings(verdict, [str(data)])) == 2
+
+
+@pytest.mark.parametrize(
+    "error", [usage_error("unknown key 'epoks'"), preflight_error(NO_VERDICT, cause="it ended with code 9")]
+)
+def test_a_preflight_that_judged_nothing_vouches_for_nothing(data, error):
+    found = data_finding(str(data), Verdict.of(error))
+    assert (found.state, "not read: the preflight ended before that" in found.text) == ("warning", True)
+    assert len(other_findings(Verdict.of(error), [str(data)])) == 1
 
 
 def test_before_the_first_deploy_it_tells_what_is_there(data):
@@ -84,7 +110,7 @@ def test_before_the_first_deploy_it_tells_what_is_there(data):
 def test_space_that_lacks_fails_the_line_of_space_alone(data, tmp_path):
     verdict = failed("/dev/shm has 1 MiB free", "no space left for the ring")
     assert data_finding(str(data), verdict).state == "ok"
-    assert preflight_finding(verdict, (str(data),)) is None
+    assert other_findings(verdict, [str(data)]) == []
     found = space_finding(tmp_path, "", GIB, 3, verdict)
     assert (found.state, "no space left for the ring" in found.text, found.hint) == ("failed", True, "mend it")
 

@@ -20,10 +20,10 @@ from tests.remote.conftest import REPOSITORY
 LINES = ["python", "GPUs", "model", "memory", "data", "space"]
 PREFLIGHT = """\
 import json, sys, time
-assert sys.argv[1:4] == ["preflight", "--config-json", sys.argv[3]], sys.argv
+assert sys.argv[1:5] == ["preflight", "--config-json", sys.argv[3], "--json"], sys.argv
 config = json.load(open(sys.argv[3]))
 time.sleep(config.get("pause", 0))
-print(json.dumps(config["said"]))
+print(json.dumps(config["said"]).replace("FLAGS", " ".join(sys.argv[5:])))
 sys.exit(config["said"].get("code", 0))
 """
 
@@ -82,7 +82,36 @@ def test_the_real_preflight_fails_the_line_it_is_about(trained, toy, tmp_path):
     assert "columns seen: text" in found["data"].text
     other = findings(trained.call("doctor", python=sys.executable, config=toy | {"mask_token_id": 10**6}))
     assert [name for name, finding in other.items() if finding.state == "failed"] == ["preflight"]
-    assert other["data"].state == "warning"
+    assert other["data"].text.endswith("read whole")
+
+
+def test_a_model_that_is_gone_does_not_hide_the_data(trained, toy, tmp_path):
+    data = tmp_path / "words.jsonl"
+    data.write_text('{"text": "hello"}\n')
+    gone = toy | {"target_model": "/dev/shm/no-such-model"}
+    found = findings(trained.call("doctor", python=sys.executable, config=gone))
+    assert [name for name, finding in found.items() if finding.state == "failed"] == ["model"]
+    assert found["data"].text.endswith("read whole")
+    found = findings(trained.call("doctor", python=sys.executable, config=gone | {"data_dir": str(data)}))
+    assert [name for name, finding in found.items() if finding.state == "failed"] == ["model", "data"]
+    assert list(found) == LINES
+
+
+def test_what_only_the_trainer_sees_of_a_model_is_told(trained, toy, tmp_path):
+    folder = tmp_path / "target"
+    shutil.copytree(toy["target_model"], folder)
+    (folder / "generation_config.json").write_text("{")
+    found = findings(trained.call("doctor", python=sys.executable, config=toy | {"target_model": str(folder)}))
+    assert (found["model"].state, found["preflight"].state) == ("ok", "failed")
+    assert "generation_config.json" in found["preflight"].text
+
+
+@pytest.mark.parametrize("key", ["target_model", "data_dir"])
+def test_a_key_that_is_not_set_is_said_once(trained, toy, key):
+    found = findings(trained.call("doctor", python=sys.executable, config=toy | {key: ""}))
+    assert list(found) == LINES
+    failed = [finding.text for finding in found.values() if finding.state == "failed"]
+    assert failed == [f"{key} is not set"]
 
 
 def test_before_the_first_deploy(bare, toy):
@@ -152,6 +181,14 @@ def test_space_that_the_preflight_lacks(stubbed, toy):
     assert [name for name, finding in found.items() if finding.state == "failed"] == ["space"]
     assert "/out has 1 MiB" in found["space"].text
     assert found["data"].state == "ok"
+
+
+@pytest.mark.parametrize(("device", "flags"), [("cuda", "--skip-devices"), ("cpu", "")])
+def test_gpus_that_failed_are_not_told_twice(stubbed, toy, tmp_path, device, flags):
+    stubbed.environment["PATH"] = str(tmp_path)
+    config = toy | {"device": device, "said": {"error": "flags:FLAGS.", "code": 7}}
+    found = findings(stubbed.call("doctor", python=sys.executable, config=config))
+    assert (found["GPUs"].state == "failed", found["preflight"].text) == (device == "cuda", f"flags:{flags}.")
 
 
 def test_what_cannot_be_looked_at_is_a_finding(stubbed, toy, tmp_path):

@@ -11,11 +11,18 @@ RUN_VARIABLE = "DFLASH_RUN_ID"
 """What every process of a run carries in its environment; the last resort of stop sweeps by it."""
 
 
-def _home() -> str:
+def home() -> Path:
+    """Return the home of who runs us, as this machine knows it, "/" where it has none.
+
+    Not HOME: `pct exec` hands on that of the user who came by ssh, of another machine, or none at all.
+    """
     try:
-        return pwd.getpwuid(os.geteuid()).pw_dir
+        known = Path(pwd.getpwuid(os.geteuid()).pw_dir)
     except KeyError:  # a user id without an entry: usual in unprivileged containers
-        return "/"
+        known = Path("/")
+    # `nobody` and ids without an entry: what the caller says is better than nothing, if it is there at all.
+    said = Path(os.environ.get("HOME") or "/")
+    return said if (known == Path("/") or not known.is_dir()) and said.is_absolute() and said.is_dir() else known
 
 
 def base_environment(python: str) -> dict[str, str]:
@@ -24,7 +31,7 @@ def base_environment(python: str) -> dict[str, str]:
     folders = [str(Path(python).parent), "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
     return {
         "PATH": ":".join(dict.fromkeys(folders)),
-        "HOME": _home(),
+        "HOME": str(home()),
         # `pct exec` gives the C locale, and Python would then read UTF-8 data sets as ASCII.
         "LANG": "C.UTF-8",
         # A log line must be in the file when its step is done, not 8 KiB later.

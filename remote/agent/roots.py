@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from remote.agent.environment import home
 from remote.protocol.errors import DflashError, preflight_error, usage_error
 from remote.protocol.layout import RootLayout, is_release_id
 
@@ -17,7 +18,7 @@ def resolve_root(text: str) -> Path:
     """
     if text:
         try:
-            path = Path.cwd() / Path(text).expanduser()
+            path = Path.cwd() / _expanded(text)
             # NUL or a lone surrogate: told here, not by the first verb that looks.
             if b"\0" in os.fsencode(path):
                 raise ValueError("it holds NUL")
@@ -31,7 +32,14 @@ def resolve_root(text: str) -> Path:
         return Path("/workspace/dflashctl")
     if os.geteuid() == 0:
         return Path("/opt/dflashctl")
-    return Path("~/.local/share/dflashctl").expanduser()
+    return home() / ".local/share/dflashctl"
+
+
+def _expanded(text: str) -> Path:
+    """Return a path with `~` as this machine has it; `~name` is looked up in its user database anyway."""
+    if text == "~" or text.startswith("~/"):
+        return home() / text[2:]
+    return Path(text).expanduser()
 
 
 def create_root(root: RootLayout) -> None:

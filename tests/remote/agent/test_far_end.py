@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import pwd
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from remote.agent.environment import RUN_VARIABLE, base_environment, run_environment, trainer_environment
+from remote.agent.environment import RUN_VARIABLE, base_environment, home, run_environment, trainer_environment
 from remote.agent.interpreters import Interpreter, packages_of
 from remote.agent.releases import _before, switch_current
 from remote.agent.roots import create_root, current_release, interpreter, require_release, resolve_root
@@ -34,11 +37,39 @@ class TestRoot:
     """ROOT is absolute from the first moment on."""
 
     def test_what_is_asked_for(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.chdir(tmp_path)
+        mine = Path(pwd.getpwuid(os.geteuid()).pw_dir)
         assert resolve_root("/srv/x") == Path("/srv/x")
-        assert resolve_root("~/x") == tmp_path / "x"
+        assert resolve_root("~/x") == mine / "x"
+        assert resolve_root("~") == mine
+        assert resolve_root(f"~{getpass.getuser()}/x") == mine / "x"
         assert resolve_root("x/y") == tmp_path / "x/y"
+
+    def test_the_home_of_the_user_who_came_by_ssh_is_not_ours(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert resolve_root("~/x") == Path(pwd.getpwuid(os.geteuid()).pw_dir) / "x"
+
+    @pytest.mark.parametrize(
+        ("known", "said", "expected"),
+        [
+            ("{tmp}", "/nowhere", "{tmp}"),
+            ("/nowhere", "{tmp}", "{tmp}"),
+            ("/nowhere", "relative", "/nowhere"),
+            ("/nowhere", "", "/"),
+            (None, "{tmp}", "{tmp}"),
+            (None, "/nowhere", "/"),
+            (None, "", "/"),
+        ],
+    )
+    def test_a_home_is_there_or_is_what_the_machine_says(self, tmp_path, monkeypatch, known, said, expected):
+        def entry(uid):
+            if known is None:
+                raise KeyError(uid)
+            return SimpleNamespace(pw_dir=known.format(tmp=tmp_path))
+
+        monkeypatch.setattr("pwd.getpwuid", entry)
+        monkeypatch.setenv("HOME", said.format(tmp=tmp_path))
+        assert home() == Path(expected.format(tmp=tmp_path))
 
     @pytest.mark.parametrize("text", ["a\0b", "\ud800", "~no-such-user-here/x"])
     def test_what_can_be_none(self, text):
@@ -49,8 +80,7 @@ class TestRoot:
     def test_the_default_is_one_of_three(self):
         expected = Path("/workspace/dflashctl") if Path("/workspace").is_dir() else None
         if expected is None:
-            home = Path("~/.local/share/dflashctl").expanduser()
-            expected = Path("/opt/dflashctl") if os.geteuid() == 0 else home
+            expected = Path("/opt/dflashctl") if os.geteuid() == 0 else home() / ".local/share/dflashctl"
         assert resolve_root("") == expected
 
     def test_a_place_that_cannot_be_made_is_told(self, tmp_path):

@@ -19,7 +19,7 @@ OUTSIDE = "a holder outside this container"
 _DEVICES, _MAJORS, _DRIVER = Path("/dev"), Path("/proc/devices"), Path("/proc/driver/nvidia/version")
 _GPU_NODE = re.compile(r"nvidia[0-9]+")
 _DRIVER_VERSION = re.compile(r"\b([0-9]{3,4}\.[0-9]{1,4}(?:\.[0-9]{1,4})?)\b")
-_PASS_IN = "give the container its devices (dev0: /dev/nvidia0, ... in its configuration) and restart it"
+_PASS_IN = "a container needs its devices (dev0: /dev/nvidia0, ... in its configuration), a machine its driver"
 
 
 def gpu_finding(device: str, wanted: Sequence[str]) -> Finding:

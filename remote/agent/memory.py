@@ -120,8 +120,10 @@ def memory_finding(ring: int) -> Finding:
     now = memory()
     if not now.total:
         return Finding("memory", WARNING, "/proc/meminfo does not say how much there is", "mount /proc there")
-    bound = f", cgroup limit {gib(now.limit)}" if now.limit else ", no cgroup limit"
-    text = f"{gib(now.free)} free of {gib(now.total)}{bound}"
+    # lxcfs shows a container its own total; elsewhere /proc/meminfo is the host's, and only the cgroup knows.
+    bounded = 0 < now.limit < now.total
+    whole = f"{gib(now.limit)} (cgroup limit)" if bounded else f"{gib(now.total)}, no tighter cgroup limit"
+    text = f"{gib(now.free)} free of {whole}"
     if ring > now.free:
         # Pages of /dev/shm count as the container's memory: beyond its limit comes the OOM killer, not ENOSPC.
         return Finding(

@@ -35,7 +35,7 @@ def test_all_lines_of_a_container(look, real_proxmox, ct):
     failed = [name for name, each in found.items() if each["state"] == "failed"]
     assert (code, failed) == (7, ["GPUs", "model", "data"])
     assert "a container start empties /dev/shm" in found["model"]["hint"]
-    assert "cgroup limit 4.0 GiB" in found["memory"]["text"]
+    assert "of 4.0 GiB (cgroup limit)" in found["memory"]["text"]
     assert "/dev/shm 2.0 GiB of 2.0 GiB free" in found["space"]["text"]
     assert "to connect before the first" in found["round trip"]["text"]
 

@@ -6,12 +6,12 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dflashctl.answer import NO_ANSWER_HINT, Answer, NoHello, Patience, shortened
 from dflashctl.errors import NoAnswer
 from dflashctl.release import Release
-from dflashctl.results import Deployed, Releases, Resumed, RolledBack, Runs, Started, Stopped, parse
+from dflashctl.results import Begun, Deployed, Releases, Resumed, RolledBack, Runs, Started, Stopped, parse
 from dflashctl.transport import EXPLANATION_SECONDS, Transport
 from dflashctl.transport.explain import old_python
 from remote.protocol.codec import plain
@@ -35,10 +35,36 @@ OnEvent = Callable[[dict[str, Any]], None]
 class StartRequest:
     """What a start asks for. `limit`: seconds of silence before the answer is "not ready"; `resume`: "", RUN or RUN@STEP."""
 
+    verb: ClassVar[str] = "start"
+
     spec: RunSpec
     limit: float
     resume: str = ""
     wait_gpus: bool = False
+
+    def body(self, python: str) -> dict[str, Any]:
+        """Return the request's fields; `python` is the interpreter over there."""
+        return {
+            "spec": plain(self.spec),
+            "python": python,
+            "limit": self.limit,
+            "resume": self.resume,
+            "wait_gpus": self.wait_gpus,
+        }
+
+
+@dataclass(frozen=True)
+class RestartRequest(StartRequest):
+    """A start in the place of `run`, which is stopped before if it lives, as `now` and `grace` (seconds) say."""
+
+    verb: ClassVar[str] = "restart"
+
+    run: str = ""
+    now: bool = False
+    grace: float = 120.0
+
+    def body(self, python: str) -> dict[str, Any]:
+        return super().body(python) | {"run": self.run, "now": self.now, "grace": self.grace, "by": self.spec.by}
 
 
 class AgentClient:
@@ -144,16 +170,14 @@ class AgentClient:
             return parse(Deployed, answer.result)
 
     def start(self, request: StartRequest, on_event: OnEvent) -> RunStatus:
-        """Start a run, or ask after it when it was started already; return at its first step or its end."""
-        body = {
-            "spec": plain(request.spec),
-            "python": self._python,
-            "limit": request.limit,
-            "resume": request.resume,
-            "wait_gpus": request.wait_gpus,
-        }
-        with self.call("start", body) as answer:
+        """Start or restart a run, or ask after it when it was launched already; return at its first step or its end."""
+        with self.call(request.verb, request.body(self._python)) as answer:
             return parse(Started, answer.drain(on_event)).status
+
+    def begun_with(self, run: str) -> Begun:
+        """Return what a run ("" for the live or last one) was started with, and its state."""
+        with self.call("spec", {"run": run}) as answer:
+            return parse(Begun, answer.drain())
 
     def spec(self, resume: str) -> Resumed:
         """Return the checkpoint that `resume` ("last", RUN or RUN@STEP) means and what its run was started with."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from dflashctl.agent_client import StartRequest
+from dflashctl.agent_client import RestartRequest, StartRequest
 from dflashctl.console import ERR, OUT, harmless, one_line
 from dflashctl.errors import ConnectionLost, report
-from dflashctl.results import Resumed
+from dflashctl.results import Begun, Resumed
 from dflashctl.session import Session, operator
 from dflashctl.talk import Talk
+from dflashctl.timeline import Timeline
 from dflashctl.training import Training
-from dflashctl.views import first_step_line, status_lines
+from dflashctl.views import duration, first_step_line, status_lines
 from remote.protocol import events
-from remote.protocol.codec import dumps
+from remote.protocol.codec import dumps, plain
 from remote.protocol.errors import DflashError, ExitCode, usage_error
 from remote.protocol.layout import new_run_id
 from remote.protocol.records import Lifecycle, RunSpec, RunStatus
@@ -32,6 +34,14 @@ _LAUNCHED = (ExitCode.CRASHED_AT_START, ExitCode.NOT_READY)
 def read_resume(session: Session, resume: str) -> Resumed:
     """Ask which checkpoint `resume` means, and say it. Raises DflashError: 3 for no such run, 7 for no checkpoint,
     2 for `@17`, which names a step and no run."""
+    check_resume(resume)
+    resumed = session.client.spec(resume)
+    ERR.line(harmless(f"resuming run {resumed.spec.run_id} at step {resumed.step}, checkpoint {resumed.checkpoint}"))
+    return resumed
+
+
+def check_resume(resume: str) -> None:
+    """Raise a usage error for a `--resume` that names no run, or a step that is none."""
     run, at, step = resume.partition("@")
     if not run or (at and not (step.isascii() and step.isdigit())):
         raise usage_error(
@@ -39,38 +49,66 @@ def read_resume(session: Session, resume: str) -> Resumed:
             cause="expected RUN, RUN@STEP or last@STEP, the step in digits",
             hint="`dflashctl runs` lists the runs; a bare --resume means the last one",
         )
-    resumed = session.client.spec(resume)
-    ERR.line(harmless(f"resuming run {resumed.spec.run_id} at step {resumed.step}, checkpoint {resumed.checkpoint}"))
-    return resumed
+
+
+def restart_line(begun: Begun, resume: str) -> str:
+    """Return the first line of a restart: which run, whether it lives, and where the new one begins."""
+    run = begun.spec.run_id
+    if not resume:
+        begin = "fresh"
+    elif resume != run:
+        begin = f"from the checkpoint {resume}"
+    else:
+        begin = "from the checkpoint that its stop writes" if begun.alive else "from its last checkpoint"
+    if begun.alive:
+        return f"restarting run {run} ({begun.state}), {begin}"
+    return (
+        f"run {run} does not live ({begun.state}), nothing of it has to stop: starting with its configuration, {begin}"
+    )
 
 
 class Launch:
-    """Passes the events of a start on to `talk` and notes when the far end has made the run: not before is its id shown.
+    """Passes the events of a start or restart on to `talk` and notes how far the far end has come.
 
-    `remember` is the configuration file that the next start at this destination is to use, "" for none.
+    Not before the run was made is its id shown. `remember` is the configuration file that the next start at this
+    destination is to use, "" for none.
     """
 
     def __init__(self, session: Session, request: StartRequest, talk: Talk, *, remember: str = "") -> None:
+        self.timeline = Timeline()
         self._session = session
         self._request = request
         self._talk = talk
         self._remember = remember
         self._noted = False
+        self._stopping = ""
 
     def farewell(self) -> str:
         """Return what to say to somebody who presses Ctrl-C now."""
+        run = self._request.spec.run_id
         if self._noted:
-            run = self._request.spec.run_id
             return f"detached; the run goes on: `dflashctl status --run {run}`, `dflashctl logs -f`"
+        if self._stopping:
+            return (
+                f"detached; the restart goes on over there: run {self._stopping} is stopped, then run {run} is launched: "
+                "`dflashctl status`"
+            )
         # The word of a launch may have been on its way: who has to be sure asks.
-        return "interrupted; nothing was launched that we were told of; `dflashctl status` makes sure"
+        untouched = ", no run was stopped" if isinstance(self._request, RestartRequest) else ""
+        return f"interrupted{untouched}; nothing was launched that we were told of; `dflashctl status` makes sure"
 
     def __call__(self, data: dict[str, Any]) -> None:
         """Take one event frame."""
-        if (data.get("kind"), data.get("role"), data.get("phase")) == (events.Phase.kind, "agent", "launched"):
+        self.timeline.hear(data)
+        phase = data.get("phase") if (data.get("kind"), data.get("role")) == (events.Phase.kind, "agent") else ""
+        if phase == "launched":
+            # A step or a profile heard before was the old run's.
+            self._talk.latest.clear()
             self.note()
-        else:
-            self._talk(data)
+            return
+        if phase == "stopping":
+            self._stopping = str(data.get("detail"))
+        self._talk(data)
 
     def note(self) -> None:
         """Say that there is a run, and remember what it was started with; once, for a retry is told again."""
@@ -78,6 +116,9 @@ class Launch:
             return
         self._noted = True
         how = f"resumed from {self._request.resume}" if self._request.resume else "fresh"
+        if isinstance(self._request, RestartRequest):
+            # Where it begins was said in the first line; the stop may have shown that there is no checkpoint.
+            how = f"in the place of {self._request.run}"
         self._talk.say(f"run {self._request.spec.run_id} on {self._session.label}, {how}")
         if self._remember:
             known = dataclasses.replace(self._session.destination(), config=self._remember)
@@ -100,7 +141,7 @@ def check_label(option: str, text: str, limit: int) -> None:
         )
 
 
-def make_spec(session: Session, training: Training, *, name: str, note: str) -> RunSpec:
+def make_spec(session: Session, training: Training, *, name: str, note: str, restarted_from: str = "") -> RunSpec:
     """Return the run's spec as far as this side knows it; the agent adds argv, environment and packages."""
     config = training.config
     numbers = sorted({*config.target_gpus, *config.drafter_gpus})
@@ -118,6 +159,7 @@ def make_spec(session: Session, training: Training, *, name: str, note: str) -> 
         ct=session.settings["ct"],
         config=config.to_dict(),
         source=session.provenance(),
+        restarted_from=restarted_from,
         stop_grace=session.settings.seconds("grace"),
         stall_timeout=config.stall_timeout,
     )
@@ -146,6 +188,21 @@ def _ask_until_answered(session: Session, request: StartRequest, talk: Talk, lau
     return session.client.start(request, launch)
 
 
+def carry_out(
+    session: Session, request: StartRequest, talk: Talk, *, remember: str, as_json: bool, resumed: Resumed | None = None
+) -> int:
+    """Start or restart, show what came of it, and return the exit code. Ctrl-C detaches."""
+    launch = Launch(session, request, talk, remember=remember)
+    try:
+        status = session.here(start_run(session, request, talk, launch))
+    except KeyboardInterrupt:
+        ERR.line(f"\n{launch.farewell()}")
+        return int(ExitCode.INTERRUPTED)
+    took = launch.timeline.parts() if isinstance(request, RestartRequest) else None
+    show_started(status, talk, session, as_json, took)
+    return judge_started(status, resumed)
+
+
 def judge_started(status: RunStatus, resumed: Resumed | None) -> int:
     """Return the exit code of a start with this outcome, and say what is wrong where it trained no step."""
     if status.state in (Lifecycle.FAILED, Lifecycle.LOST):
@@ -162,20 +219,30 @@ def judge_started(status: RunStatus, resumed: Resumed | None) -> int:
     return int(ExitCode.OK)
 
 
-def show_started(status: RunStatus, talk: Talk, session: Session, as_json: bool) -> None:
-    """Write start's answer: one line for a run that trains, its card for one that has ended already."""
+def show_started(
+    status: RunStatus, talk: Talk, session: Session, as_json: bool, took: Mapping[str, float] | None = None
+) -> None:
+    """Write start's answer: one line for a run that trains, its card for one that has ended already.
+
+    `took`: the seconds of a restart's parts.
+    """
     if as_json:
-        OUT.line(dumps(status))
+        OUT.line(dumps(plain(status) | ({} if took is None else {"seconds": took})))
         return
     if status.state in list(Lifecycle) and not Lifecycle(status.state).alive:
         for line in status_lines(status, session.label, OUT):
             OUT.line(line)
         return
     step, profile = talk.latest.get(events.Step), talk.latest.get(events.PipelineProfile)
-    OUT.line(
-        first_step_line(
-            status,
-            step if isinstance(step, events.Step) else None,
-            profile if isinstance(profile, events.PipelineProfile) else None,
-        )
+    line = first_step_line(
+        status,
+        step if isinstance(step, events.Step) else None,
+        profile if isinstance(profile, events.PipelineProfile) else None,
     )
+    OUT.line(f"{line}; {took_text(took)}" if took else line)
+
+
+def took_text(parts: Mapping[str, float]) -> str:
+    """Return how long a restart took, in all and in its parts."""
+    named = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
+    return f"restarted in {duration(sum(parts.values()))}: {named}"

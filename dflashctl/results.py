@@ -9,7 +9,7 @@ from dflashctl.errors import NoAnswer
 from dflashctl.transport import Finding
 from remote.protocol.codec import from_plain
 from remote.protocol.errors import ExitCode
-from remote.protocol.records import ExitRecord, RunSpec, RunStatus
+from remote.protocol.records import ExitRecord, Lifecycle, RunSpec, RunStatus
 
 R = TypeVar("R")
 
@@ -31,6 +31,19 @@ class Started:
     """`start`: the run at its first step, or at its end."""
 
     status: RunStatus
+
+
+@dataclass(frozen=True)
+class Begun:
+    """`spec` of a run: what it was started with, and its state."""
+
+    spec: RunSpec
+    state: str = ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it lives; a state of a newer far end counts as one that does."""
+        return self.state not in list(Lifecycle) or Lifecycle(self.state).alive
 
 
 @dataclass(frozen=True)

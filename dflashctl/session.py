@@ -151,6 +151,13 @@ class Session:
             ERR.line(harmless(f"warning: this destination is not remembered: {error.error} ({error.cause})"))
             ERR.line(harmless(f"  hint: {error.hint}; until then verbs need --host, --ct and --root"))
 
+    def after_deploy(self, known: Destination) -> Session:
+        """Return this session as the next command would open it, over the same connection."""
+        after = dataclasses.replace(self, settings=with_destination(self.settings, known), remembered=known)
+        # A cached property, filled by hand: a new connection through two hops costs a second.
+        after.__dict__["transport"] = self.transport
+        return after
+
     def here(self, status: RunStatus) -> RunStatus:
         """Return `status` with this destination's name: the far end does not know how it is reached."""
         return dataclasses.replace(status, host=self.settings["host"], ct=self.settings["ct"])

@@ -13,6 +13,9 @@ from remote.protocol.errors import usage_error
 FOLDERS = ("remote", "templates", "trainer")
 """What a release is made of."""
 
+INSTALLED = "installed package"
+"""Origin of a tree that is nobody's project: the one this program was installed with."""
+
 _GIT_PATIENCE = 10.0
 
 
@@ -63,7 +66,7 @@ def find_source(chosen: Path | None, start: Path, installed: Path | None = None)
         if is_source(parent):
             return Source(parent, "nearest parent directory")
     package = Path(__file__).resolve().parent.parent if installed is None else installed
-    return Source(_checked(package), "installed package")
+    return Source(_checked(package), INSTALLED)
 
 
 def _with_parents(path: Path) -> Iterable[Path]:

@@ -68,13 +68,17 @@ def resolve_training(
     remembered: Destination | None,
     source: Source,
     typed: Sequence[Typed],
-    resumed: RunSpec | None = None,
+    run: RunSpec | None = None,
+    why: str = "the run that is resumed",
 ) -> Training:
-    """Put `typed` on top of the run that is resumed, else of the file. Raises usage errors of trainer.config."""
-    if resumed is not None:
-        base, base_origin = f"run {resumed.run_id}", "the run that is resumed"
+    """Put `typed` on top of a run's configuration, whose part in it `why` says, else of the file.
+
+    Raises usage errors of trainer.config.
+    """
+    if run is not None:
+        base, base_origin = f"run {run.run_id}", why
         # Which checkpoint that run itself began with is its own past.
-        values = {key: value for key, value in resumed.config.items() if key != "resume"}
+        values = {key: value for key, value in run.config.items() if key != "resume"}
         folder = Path.cwd()
     else:
         path, base_origin = choose_file(settings, remembered, source)

@@ -85,6 +85,7 @@ def status_lines(status: RunStatus, where: str, out: Stream, now: float | None =
             ("last sign", f"{duration(max(now - status.last_event, 0))} ago" if alive and status.last_event else ""),
             ("begun", _begun(status, now)),
             ("resumed", status.resumed_from),
+            ("restart of", status.restarted_from),
             ("checkpoint", status.last_checkpoint),
             ("release", status.release),
             ("note", status.note),
@@ -142,6 +143,8 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], out: Stream) -
 def runs_lines(runs: Sequence[RunStatus], out: Stream, now: float | None = None) -> list[str]:
     """Return the table of runs, newest first."""
     now = time.time() if now is None else now
+    # A column as wide as a run id, so only where there is something in it.
+    linked = any(run.restarted_from for run in runs)
     rows = [
         [
             run.run_id,
@@ -150,12 +153,13 @@ def runs_lines(runs: Sequence[RunStatus], out: Stream, now: float | None = None)
             "" if run.loss is None else f"{run.loss:.4f}",
             f"{duration(max(now - run.created, 0))} ago" if run.created else "",
             run.release,
+            *([run.restarted_from] if linked else []),
         ]
         for run in runs
     ]
     # A registry may hold what an older release let in: names with line breaks, or of a megabyte.
     rows = [[one_line(cell) for cell in row] for row in rows]
-    headings = ("run", "state", "step", "loss", "begun", "release")
+    headings = ("run", "state", "step", "loss", "begun", "release", *(["restart of"] if linked else []))
     used = sum(max(map(len, column)) + 2 for column in zip(headings, *rows, strict=True))
     # What reads a pipe may search for a name: there it is cut only where no name of today would be.
     room = max(width() - used, _LEAST_NAME) if out.file.isatty() else _LONGEST_NAME

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,37 +32,19 @@ def verb(
     The release is named by the hash of its content: an unchanged tree sends nothing. The self-check (undefined names,
     imports, one training step of a toy) runs over there before the release becomes current; what runs is not touched.
     """
-    from dflashctl.release import build_release
     from dflashctl.session import Session
+    from dflashctl.shipping import ship
     from dflashctl.talk import Talk
-    from dflashctl.views import duration, size
+    from dflashctl.views import duration
 
     begun, talk = time.monotonic(), Talk()
     session = Session.open(common.flags() | {"source": source}, verbose=common.verbose)
-    tree = session.source
-    release = build_release(tree.directory)
-    total = sum(len(content) for content in release.files.values())
-    talk.say(f"release {release.id} of {tree.directory} ({tree.origin}): {len(release.files)} files, {size(total)}")
-    result = session.client.deploy(release, selfcheck=selfcheck, on_event=talk)
-    _remember(session, release.id, result.root)
+    result, _ = ship(session, session.source, talk, selfcheck=selfcheck)
     if common.as_json:
         OUT.line(dumps({"host": session.settings["host"], "ct": session.settings["ct"], **plain(result)}))
     else:
         OUT.line(_summary(session, result, duration(time.monotonic() - begun)))
     return 0
-
-
-def _remember(session: Session, release: str, root: str) -> None:
-    origin = session.source.provenance()
-    known = dataclasses.replace(
-        session.destination(),
-        root=root,
-        release=release,
-        source=origin["directory"],
-        revision=origin["revision"],
-        dirty=origin["dirty"],
-    )
-    session.remember(known, make_current=True)
 
 
 def _summary(session: Session, result: Deployed, took: str) -> str:

@@ -100,7 +100,10 @@ def test_every_training_key_is_a_flag(capsys, verb):
         (["start", "--set", "epocs=1"], ["unknown key 'epocs'", "did you mean 'epochs'?"]),
         (["start", "--config", "/none.toml"], ["no configuration /none.toml"]),
         (["deploy", "--source", "/etc"], ["/etc is no source tree"]),
-        (["status", "--host", "10.1.2.6", "--ct", "200"], ["cannot reach 10.1.2.6, container 200"]),
+        (["restart", "--resume", "@17"], ["--resume '@17' is not possible"]),
+        (["restart", "--epochs", "many"], ["whole number"]),
+        (["restart", "--grace", "0"], ["grace = '0' is not possible"]),
+        (["restart", "--run", ""], ["--run is empty"]),
     ],
 )
 def test_what_this_side_can_judge_is_exit_code_two_in_three_lines(arguments, words, tmp_path, monkeypatch, capsys):

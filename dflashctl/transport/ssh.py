@@ -67,6 +67,8 @@ class Ssh:
         """Start `argv` there. Raises NoAnswer when no connection comes about, one sentence a reason."""
         # The login shell over there parses the line once; this is the one place that quotes for it.
         command = shlex.join(argv)
+        if "\0" in command:
+            raise ValueError("embedded null byte in an argument")
         from dflashctl.transport.sshchannel import SshChannel
 
         with self._lock:
@@ -80,14 +82,15 @@ class Ssh:
             try:
                 channel = link.start(command)
             except NoAnswer:
-                # A connection that is refused a session is kept; one that was lost is not worth a second try later.
-                self._is_suspect = True
+                # With other commands on it the connection may be refused one more session, and is kept.
+                if not self._channels:
+                    self._drop()
                 raise
             self._channels += 1
         return SshChannel(channel, link.patience, self._suspect, self._release)
 
     def _connected(self) -> Link:
-        if self._link is not None and (self._is_suspect or not self._link.is_alive) and not self._channels:
+        if self._link is not None and (not self._link.is_alive or (self._is_suspect and not self._channels)):
             self._drop()
         if self._link is None:
             self._link = self._connect()

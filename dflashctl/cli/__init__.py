@@ -22,6 +22,7 @@ from dflashctl.cli.help import VERBS, VerbCommand, VerbInfo, main_help
 from dflashctl.cli.options import Interrupted, ReaderGone
 from dflashctl.console import ERR, NO_ROOM, OUT
 from dflashctl.errors import report, report_bug
+from dflashctl.transport import connections
 from remote.protocol.errors import DflashError, ExitCode, usage_error
 
 # Typer vendors click in newer versions and depends on it in older ones; the base of BadParameter is the same class in both.
@@ -53,7 +54,8 @@ def run(arguments: Sequence[str]) -> int:
     # Looked up in the raw words, because they have to hold for an error in the command line itself.
     debug, as_json = "--debug" in arguments, "--json" in arguments
     try:
-        return _dispatch(list(arguments))
+        with connections():
+            return _dispatch(list(arguments))
     except DflashError as error:
         if debug:
             _show_traceback(error)

@@ -12,7 +12,7 @@ from remote.agent.lifecycle import choose_run, lives, readable, status_of
 from remote.agent.processes import recorded
 from remote.agent.readiness import require_ready
 from remote.agent.roots import create_root
-from remote.agent.start import follow, launch, launched, living_on
+from remote.agent.start import follow, launch, launched, living_on, unless_launched
 from remote.agent.startplan import StartPlan, read_plan
 from remote.agent.stop import StopOrder, end_run
 from remote.agent.wire import Answer, Request
@@ -33,18 +33,24 @@ def restart(request: Request, answer: Answer) -> None:
     """
     root = RootLayout(request.root)
     create_root(root)
-    plan, order = read_plan(request, root), StopOrder.of(request)
+    plan = read_plan(request, root)
     if not launched(plan.run):
-        old = _to_end(root, plan, request.text("run", ""))
-        # The checkpoint of now: the one to go on from is written by the stop, but whether it would fit shows already.
-        _require_launchable(root, _rehearsed(root, plan, old, order), old, answer)
-        if old is not None:
-            answer.survive()
-            plan = _after(plan, _end(old, order, answer), answer)
-        launch(root, plan.from_checkpoint(root), answer)
+        with unless_launched(plan.run):
+            _replace(root, plan, request, answer)
         # There is a run: from here on this is a start like any other, which nobody has to see to its first step.
         answer.outlive_client(False)
     follow(plan, answer)
+
+
+def _replace(root: RootLayout, plan: StartPlan, request: Request, answer: Answer) -> None:
+    order = StopOrder.of(request)
+    old = _to_end(root, plan, request.text("run", ""))
+    # The checkpoint to go on from is written by the stop; one that is there already shows whether it would fit.
+    _require_launchable(root, _rehearsed(root, plan, old, order), old, answer)
+    if old is not None:
+        answer.survive()
+        plan = _after(plan, _end(old, order, answer), answer)
+    launch(root, plan.from_checkpoint(root), answer)
 
 
 def _to_end(root: RootLayout, plan: StartPlan, base: str) -> RunLayout | None:

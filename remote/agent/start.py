@@ -38,13 +38,31 @@ def start(request: Request, answer: Answer) -> None:
     plan = read_plan(request, root)
     # The first answer may have been lost after the launch: then only the following is left to do.
     if not launched(plan.run):
-        plan = plan.from_checkpoint(root)
-        # Cheap answer first; the same check decides again under the lock.
-        refuse_if_busy(root, plan.spec.devices)
-        # Before a night of waiting for GPUs, and outside the lock: importing torch takes longer than others should wait.
-        require_ready(root, plan, answer)
-        launch(root, plan, answer)
+        with unless_launched(plan.run):
+            _begin(root, plan, answer)
     follow(plan, answer)
+
+
+def _begin(root: RootLayout, plan: StartPlan, answer: Answer) -> None:
+    plan = plan.from_checkpoint(root)
+    # Cheap answer first; the same check decides again under the lock.
+    refuse_if_busy(root, plan.spec.devices)
+    # Before a night of waiting for GPUs, and outside the lock: importing torch takes longer than others should wait.
+    require_ready(root, plan, answer)
+    launch(root, plan, answer)
+
+
+@contextlib.contextmanager
+def unless_launched(run: RunLayout) -> Generator[None]:
+    """Let no error out once the run was launched: by a call with the same run id, given up as lost by its client.
+
+    What stood in the way of this call, GPUs that are held or shared memory that is full, is then that very run.
+    """
+    try:
+        yield
+    except DflashError:
+        if not launched(run):
+            raise
 
 
 def follow(plan: StartPlan, answer: Answer) -> None:
@@ -98,7 +116,7 @@ def _busy(run: RunLayout) -> DflashError:
     return DflashError(
         "a run is already there",
         cause=cause,
-        hint=f"`dflashctl stop` ends it, `dflashctl logs --run {run.run_id}` shows it",
+        hint=f"`dflashctl restart` takes its place, `dflashctl stop` ends it, `dflashctl logs --run {run.run_id}` shows it",
         code=ExitCode.ALREADY_RUNNING,
     )
 

@@ -94,7 +94,7 @@ def test_the_parts_of_the_time_are_in_the_json(cli, standin_tree):
     deploy(cli, standin_tree("--load", "0.3", "--save", "0.4"))
     old = start(cli)
     answer = json.loads(restart(cli, "--json").stdout)
-    assert (answer["restarted_from"], answer["step"]) == (old, 1)
+    assert answer["restarted_from"] == old
     print(restart(cli).stderr)
     assert list(answer["seconds"]) == ["preflight", "stop", "first step"]
     assert answer["seconds"]["stop"] >= 0.4

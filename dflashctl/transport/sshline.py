@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from typing import IO, Any, Protocol
 
@@ -95,25 +96,41 @@ class ProxyLine(Line):
         self._process = process
         self._said = said
         self._command = command
+        self._trouble = ""
+        self._is_over = False
+        # paramiko's thread closes the line as well as ours.
+        self._lock = threading.Lock()
+
+    def recv(self, size: int) -> bytes:
+        data = super().recv(size)
+        self._is_over = not data
+        return data
 
     def trouble(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_PROXY_PATIENCE)
-        if self._process.poll() is None or self._said.closed:
-            return ""
-        self._said.seek(0)
-        words = self._said.read()[-_PROXY_WORDS:].decode("utf-8", "replace").strip()
-        return f"{self._command}: {words or f'it ended with code {self._process.returncode}'}"
+        self.close()
+        return self._trouble
 
     def close(self) -> None:
-        super().close()
-        if self._process.poll() is None:
-            try:
-                # Its input has ended: most end by themselves now.
-                self._process.wait(_PROXY_PATIENCE)
-            except subprocess.TimeoutExpired:
+        with self._lock:
+            if self._closed:
+                return
+            # Only a process that hung up first has a reason of its own; one that we hang up on complains of us.
+            if self._is_over:
+                self._await_end()
+            if self._process.poll() is not None:
+                self._said.seek(0)
+                words = self._said.read()[-_PROXY_WORDS:].decode("utf-8", "replace").strip()
+                self._trouble = f"{self._command}: {words or f'it ended with code {self._process.returncode}'}"
+            super().close()
+            self._said.close()
+            self._await_end()
+            if self._process.poll() is None:
                 self._process.kill()
                 self._process.wait()
+
+    def _await_end(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PROXY_PATIENCE)
 
 
 def dial(hop: Hop, patience: Patience) -> Line:
@@ -190,12 +207,12 @@ def _start_proxy(hop: Hop, patience: Patience) -> Line:
             hint="use ProxyJump in the ssh configuration",
         )
     tokens = {"h": hop.host, "p": str(hop.port), "r": hop.user, "n": hop.host, "%": "%"}
-    # Split before anything is put in, and never through a shell: a name cannot become a command.
-    words = [expand(word, tokens) for word in shlex.split(hop.proxy_command)]
-    words = words[1:] if words[:1] == ["exec"] else words
     ours, theirs = socket.socketpair()
     said = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the connection
     try:
+        # Split before anything is put in, and never through a shell: a name cannot become a command.
+        words = [expand(word, tokens) for word in shlex.split(hop.proxy_command)]
+        words = words[1:] if words[:1] == ["exec"] else words
         # A session of its own: Ctrl-C at the terminal interrupts this client, never its connection in mid-request.
         process = subprocess.Popen(
             words, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=said, start_new_session=True

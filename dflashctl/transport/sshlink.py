@@ -153,19 +153,20 @@ class Link:
     def _open(self, hop: Hop, check: Callable[[HostKey], None]) -> tuple[Any, Line]:
         self.patience.seconds = hop.timeout
         line = self._line(hop)
-        connection = _connection(hop, line, check)
         began = time.monotonic()
         try:
-            connection.open()
-        except (NoAnswer, _KeySeen):
-            _end(connection, line)
+            connection = _connection(hop, line, check)
+        except BaseException:
+            line.close()
             raise
+        try:
+            connection.open()
         except LOST as error:
             transport: paramiko.Transport | None = connection.client.get_transport()
-            version = transport.remote_version if transport else ""
+            version, seconds = transport.remote_version if transport else "", time.monotonic() - began
             trouble = line.trouble()
             _end(connection, line)
-            raise _no_handshake(hop, error, version, time.monotonic() - began, trouble) from error
+            raise _no_handshake(hop, error, version, seconds, trouble) from error
         except BaseException:
             _end(connection, line)
             raise

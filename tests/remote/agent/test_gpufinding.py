@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,16 @@ def smi(tmp_path, monkeypatch):
     return says
 
 
+@contextlib.contextmanager
+def process_with(run: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that carries this run id, until the block ends."""
+    command = [sys.executable, "-c", "print(flush=True); import sys; sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"DFLASH_RUN_ID": run}) as child:
+        # For a moment after its exec a process shows no environment at all.
+        child.stdout.readline()
+        yield child
+
+
 def table(*used: int) -> str:
     return "".join(f"{index}, NVIDIA H200, {mib}, 143771\n" for index, mib in enumerate(used))
 
@@ -115,9 +127,7 @@ def test_held_by_our_own_run_is_no_trouble(devices, smi, monkeypatch):
     devices("nvidia0", "nvidia1", "nvidia-uvm")
     smi(table(50000, 60000))
     run = new_run_id()
-    with subprocess.Popen(
-        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"DFLASH_RUN_ID": run}
-    ) as child:
+    with process_with(run) as child:
         monkeypatch.setattr(gpufinding, "holders", lambda index: [child.pid])
         assert run_of(child.pid) == run
         found = gpu_finding("cuda", ["0", "1"])
@@ -129,9 +139,7 @@ def test_held_by_our_own_run_is_no_trouble(devices, smi, monkeypatch):
 
 @pytest.mark.parametrize("value", ["", "x", "../../etc", "20260101-000000-zzzzzz", "\x1b[2J"])
 def test_a_run_id_that_is_none_is_not_believed(value):
-    with subprocess.Popen(
-        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"DFLASH_RUN_ID": value}
-    ) as child:
+    with process_with(value) as child:
         assert run_of(child.pid) == ""
 
 

@@ -36,6 +36,10 @@ def _bytes(tensors: dict[str, torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
+def _on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
 def save(
     output_dir: Path, state: TrainerState, drafter: Drafter, optimizer: StepOptimizer, *, dtype: str, progress: Progress
 ) -> Saved:
@@ -45,15 +49,16 @@ def save(
     """
     start = time.monotonic()
     destination = checkpoint_files.step_directory(output_dir, state.step)
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-    moments = {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.state_dict().items()}
+    weights, moments = drafter.state_dict(), optimizer.state_dict()
     total = _bytes(weights) + _bytes(moments)
+    # Before anything is copied: 21 GB of a 27B drafter took 14 s to the host, in which a stop saw nothing happen.
+    progress(0, total)
     try:
         with new_directory(destination) as directory:
-            progress(0, total)
-            save_file(weights, directory / checkpoint_files.DRAFTER_FILE)
+            # File by file, so that 14 GB and not all 21 are in host memory at once.
+            save_file(_on_host(weights), directory / checkpoint_files.DRAFTER_FILE)
             progress(_bytes(weights), total)
-            save_file(moments, directory / checkpoint_files.OPTIMIZER_FILE)
+            save_file(_on_host(moments), directory / checkpoint_files.OPTIMIZER_FILE)
             write_json(directory / checkpoint_files.DRAFTER_CONFIG_FILE, drafter.config.to_zlab(dtype))
             write_json(directory / checkpoint_files.STATE_FILE, state)
             progress(total, total)

@@ -37,10 +37,11 @@ def train(session: DrafterSession) -> TrainResult:
         # Once in a while.
         session.profile_if_due()
         if stopping or session.checkpoint_due(step):
+            # What is still on its way first: a checkpoint names the loss of its own step, and not after a divergence.
+            stopping = session.report_rest() or stopping
             session.save(step)
         if stopping:
             break
-    session.report_rest()
     return TrainResult(
         "stopped" if stopping and not session.is_last else "finished", session.step, session.last_checkpoint
     )

@@ -20,7 +20,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normed x, same shape and dtype."""
         if x.is_cuda:
-            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            # The fused kernel takes one type: bfloat16 rows beside a float32 master fall back to single operations.
+            wide = x.to(self.weight.dtype)
+            return functional.rms_norm(wide, self.weight.shape, self.weight, self.eps).to(x.dtype)
         return _CpuRMSNorm.apply(x, self.weight, self.eps)
 
 

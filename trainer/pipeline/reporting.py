@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from remote.protocol import events as ev
@@ -41,6 +43,13 @@ class Reporter:
     def begin(self) -> None:
         """Start the clock of the first step."""
         self._started = self._last = time.monotonic()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Keep the time of the block out of the next step's speed: saving is no training."""
+        began = time.monotonic()
+        yield
+        self._last += time.monotonic() - began
 
     def step(self, figures: StepFigures, traffic: StepTraffic) -> None:
         now = time.monotonic()

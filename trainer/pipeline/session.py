@@ -220,10 +220,10 @@ class DrafterSession:
         stops = [self._report_one(figures) for figures in self.figures.push(step, sums, outcome)]
         return any(stops)
 
-    def report_rest(self) -> None:
-        """Report the figures of the last step."""
-        for figures in self.figures.flush():
-            self._report_one(figures)
+    def report_rest(self) -> bool:
+        """Report the figures that are on their way, waiting for them; returns and raises as `report` does."""
+        stops = [self._report_one(figures) for figures in self.figures.flush()]
+        return any(stops)
 
     def _report_one(self, figures: StepFigures) -> bool:
         traffic = self._traffic.pop(figures.step)
@@ -263,7 +263,7 @@ class DrafterSession:
             self.last_checkpoint = checkpoint_files.step_directory(Path(self.plan.output_dir), step)
             return
         try:
-            with self.clock.stage("checkpoint"):
+            with self.clock.stage("checkpoint"), self.desk.reporter.apart():
                 saved = self._write_checkpoint(step, self.desk.telemetry)
         except DflashError as failure:
             if request is not None or step == self.plan.total_steps:

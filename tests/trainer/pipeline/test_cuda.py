@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,13 @@ def test_a_buffer_is_not_overwritten_before_its_reader_is_done(device):
     assert (buffer == 2).all()
 
 
+@pytest.fixture
+def ring_file() -> Iterator[Path]:
+    # Where the trainer puts it: the pages of a file on a disk cannot be pinned.
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory) / "ring"
+
+
 # CUDA remembers a registered range: unmapped, its addresses may be given out again and would be refused.
 kept: list[Ring] = []
 
@@ -83,8 +92,8 @@ def make_ring(path: Path) -> Ring:
     return ring
 
 
-def test_the_mapping_of_the_ring_is_pinned(device, tmp_path):
-    assert make_ring(tmp_path / "ring")._memory.is_pinned()
+def test_the_mapping_of_the_ring_is_pinned(device, ring_file):
+    assert make_ring(ring_file)._memory.is_pinned()
 
 
 def row(batch: int) -> RowTokens:
@@ -102,13 +111,13 @@ def buffers(count: int, device: torch.device, split: bool) -> list[PackBuffer]:
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_late_states_arrive_as_they_were_packed(tmp_path, device, mode, split):
+def test_late_states_arrive_as_they_were_packed(ring_file, device, mode, split):
     """A target on the first GPU, a drafter on the last; both sides' work is late, every copy is verified."""
     drafter_device = torch.device(f"cuda:{torch.cuda.device_count() - 1}")
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     near, far = PairChannel(one, "drafter 0"), PairChannel(other, "target 0")
     copier = CudaCopier(device)
-    publisher = Publisher(make_ring(tmp_path / "ring"), copier, StageClock(), pairs={0: 0}, channels={0: near})
+    publisher = Publisher(make_ring(ring_file), copier, StageClock(), pairs={0: 0}, channels={0: near})
     shape = {"layers": LAYERS, "hidden": HIDDEN}
     sender = (
         SyncSender(publisher, buffers(1, device, split)[0], **shape)
@@ -130,7 +139,7 @@ def test_late_states_arrive_as_they_were_packed(tmp_path, device, mode, split):
     with torch.cuda.device(drafter_device):
         drafter_copier = CudaCopier(drafter_device)
         fetcher = Fetcher(
-            make_ring(tmp_path / "ring"),
+            make_ring(ring_file),
             drafter_copier,
             pairs={0: 0},
             channels={0: far},

@@ -251,3 +251,19 @@ def test_a_long_step_gives_one_profile_not_a_burst(monkeypatch: pytest.MonkeyPat
         now[0] = moment
         seen.append(timer.tick())
     assert seen == [False, True, False, True, False, False, True]
+
+
+def test_time_spent_apart_does_not_slow_a_step_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    sink = Sink()
+    reporter = Reporter(sink, rank=0, total_steps=10, first_step=7)
+    reporter.begin()
+    now[0] += 2
+    with reporter.apart():
+        now[0] += 30
+    now[0] += 3
+    reporter.step(GOOD, StepTraffic(epoch=0, tokens=1000, lr=1e-4))
+    (step,) = sink.events
+    assert isinstance(step, ev.Step)
+    assert step.tokens_per_second == pytest.approx(200)

@@ -286,7 +286,7 @@ def old_python(said: str, where: str, python: str) -> DflashError | None:
         f"{python} of {where} is Python {match['version']}, and 3.11 or newer is needed",
         cause=_line_of(match),
         hint="over there: `apt-get install -y python3.11 python3.11-venv` (or another way to get one), then "
-        "`python3.11 -m venv /opt/dflashctl/venv`, and here --python /opt/dflashctl/venv/bin/python",
+        "`python3.11 -m venv /opt/dflash-venv`, and here --python /opt/dflash-venv/bin/python",
     )
 
 

@@ -8,8 +8,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from remote.agent.environment import home
 from remote.agent.finding import FAILED, OK, WARNING, Finding
 from remote.agent.interpreters import Interpreter
+from remote.protocol.errors import DflashError, preflight_error
 
 OLDEST = (3, 11)
 NEEDED = {
@@ -52,6 +54,18 @@ def python_finding(found: Interpreter, device: str) -> Finding:
     return Finding("python", OK, text)
 
 
+def lacking(found: Interpreter) -> DflashError | None:
+    """Return the preflight error for an interpreter without something that every run imports, None for a complete one."""
+    missing = [name for name in NEEDED if name not in found.versions]
+    if not missing:
+        return None
+    return preflight_error(
+        f"{found.path} lacks {', '.join(missing)}",
+        cause=f"Python {found.python} there is fine, but the trainer imports what it does not have",
+        hint=f"over there: {_install(found, NEEDED, missing)}",
+    )
+
+
 def _packages(found: Interpreter) -> list[str]:
     """Return the packages that a reader looks for, each with its place where that is not the interpreter's own tree."""
     home = Path(found.path).parent.parent
@@ -70,7 +84,7 @@ def _install(found: Interpreter, ranges: Mapping[str, str], names: Sequence[str]
     if not found.managed:
         return f"{python} -m pip install {wanted}"
     # Debian's own interpreter: pip refuses, and forcing it would break the system's packages.
-    place = "/opt/dflash-venv" if os.geteuid() == 0 else str(Path("~/dflash-venv").expanduser())
+    place = "/opt/dflash-venv" if os.geteuid() == 0 else str(home() / "dflash-venv")
     return (
         f"{python} -m venv {place} && {place}/bin/pip install {wanted}, then pass --python {Path(place, 'bin/python')}"
     )

@@ -10,8 +10,9 @@ from typing import IO, Any
 from remote.agent.environment import trainer_environment
 from remote.agent.interpreters import Interpreter, packages_of
 from remote.agent.preflight import content_of, json_lines, run_trainer_verb
+from remote.agent.pythonfinding import lacking
 from remote.agent.wire import Answer
-from remote.protocol.errors import preflight_error
+from remote.protocol.errors import DflashError, preflight_error
 from remote.protocol.files import read_json, write_json
 from remote.protocol.layout import RootLayout
 
@@ -47,7 +48,8 @@ def selfcheck(root: RootLayout, release: str, python: str, answer: Answer) -> di
         path.parent.mkdir(exist_ok=True)
         write_json(path, result)
         if code != 0:
-            _fail(release, code, last, content_of(output) + content_of(errors))
+            # Only now: a trainer of one's own may need none of what ours does.
+            raise lacking(interpreter) or _failed(release, code, last, content_of(output) + content_of(errors))
     answer.phase("selfcheck", "passed", seconds)
     return result
 
@@ -92,8 +94,8 @@ class _Relay:
         self._passed = len(events)
 
 
-def _fail(release: str, code: int, said: dict[str, Any], output: str) -> None:
-    raise preflight_error(
+def _failed(release: str, code: int, said: dict[str, Any], output: str) -> DflashError:
+    return preflight_error(
         f"the selfcheck of release {release} failed",
         cause=str(said.get("cause") or said.get("error") or f"`python -m trainer selfcheck` ended with code {code}"),
         hint=str(said.get("hint") or "mend it and deploy again; `current` is unchanged"),

@@ -175,8 +175,8 @@ def test_an_old_python_gets_the_commands_that_make_a_newer_one():
     )
     assert error.error == "/usr/bin/python3 of container 200 on pve is Python 3.9.2, and 3.11 or newer is needed"
     assert error.code == ExitCode.PREFLIGHT
-    assert "python3.11 -m venv /opt/dflashctl/venv" in error.hint
-    assert "--python /opt/dflashctl/venv/bin/python" in error.hint
+    assert "python3.11 -m venv /opt/dflash-venv" in error.hint
+    assert "--python /opt/dflash-venv/bin/python" in error.hint
     assert old_python("container '200' not running!", "x", "y") is None
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from remote.agent.interpreters import packages_of
 from remote.agent.upload import receive
 from remote.protocol.codec import loads_object
 from remote.protocol.errors import DflashError
@@ -97,6 +98,13 @@ def special_tar(kind: bytes) -> bytes:
         member.type, member.linkname = kind, "/etc/passwd"
         archive.addfile(member)
     return buffer.getvalue()
+
+
+def bare_python() -> str:
+    """Return the system's Python, which has no torch; the tests run in a venv."""
+    if "torch" in packages_of("/usr/bin/python3").versions:
+        pytest.skip("the system's Python has torch here")
+    return "/usr/bin/python3"
 
 
 def frames_of(upload: bytes):
@@ -227,6 +235,18 @@ class TestSelfcheck:
             assert "NameError: name 'bucket_ids' is not defined" in error["detail"]
             assert far.root.current.resolve().name == far.release
         assert far.deploy(files, selfcheck=False).result["changed"] is True
+
+    def test_a_failure_of_a_python_without_torch_is_that_of_the_python(self, far):
+        files = far.files(__main__="import no_such_package_here\n")
+        manifest = manifest_of(files)
+        call = far.begin("deploy", release=release_id(manifest), manifest=manifest, python=bare_python())
+        call.until(lambda frame: frame.kind is Kind.EVENT)
+        call.send(tar_of(files))
+        error = call.reply().error
+        assert error["code"] == 7
+        assert error["error"].startswith(f"{bare_python()} lacks torch, transformers")
+        assert "pip install" in error["hint"]
+        assert far.root.current.resolve().name == far.release
 
 
 class TestRollback:

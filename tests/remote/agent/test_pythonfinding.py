@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remote.agent.interpreters import Interpreter, packages_of
-from remote.agent.pythonfinding import KERNELS, NEEDED, numbers, python_finding, within
+from remote.agent.pythonfinding import KERNELS, NEEDED, lacking, numbers, python_finding, within
 
 REPOSITORY = Path(__file__).parents[3]
 FULL = {"torch": "2.13.0+cpu", "transformers": "5.19.0", "safetensors": "0.6.2", "numpy": "2.3.1"}
@@ -116,3 +116,11 @@ def test_any_version(text):
     assert all(number >= 0 for number in numbers(text))
     assert within(text, ">=1,<2") in (True, False)
     assert python_finding(of(FULL | {"torch": text}, python=text), "cuda").name == "python"
+
+
+def test_an_interpreter_that_lacks_something_gets_the_command_that_brings_it():
+    assert lacking(of(dict.fromkeys(NEEDED, "1"))) is None
+    error = lacking(of({"numpy": "2.3", "transformers": "5.19"}, managed=True))
+    assert (error.code, error.error) == (7, f"{HOME} lacks torch, safetensors")
+    assert f"{HOME} -m venv " in error.hint
+    assert "pip install 'torch>=2.11,<2.14' 'safetensors>=0.5,<1', then pass --python " in error.hint

@@ -28,6 +28,7 @@ lxc.mount.entry = {state}/source/venv opt/venv none ro,bind 0 0
 lxc.mount.entry = tmpfs dev/shm tmpfs rw,nosuid,nodev,mode=1777,size=2048M,create=dir 0 0
 lxc.mount.entry = tmpfs mnt/small tmpfs rw,nosuid,nodev,mode=1777,size=4M,create=dir 0 0
 lxc.net.0.type = empty
+lxc.net.0.flags = up
 lxc.apparmor.profile = unconfined
 lxc.cgroup.dir = {state.name}/{ct}
 """

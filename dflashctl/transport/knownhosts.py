@@ -42,8 +42,13 @@ class HostKey:
         """`SHA256:...` as ssh-keygen prints it."""
         return "SHA256:" + base64.b64encode(hashlib.sha256(self.blob).digest()).decode("ascii").rstrip("=")
 
+    @property
+    def name(self) -> str:
+        """The type as ssh-keygen shows it, e.g. ED25519."""
+        return _TYPES.get(self.kind, (self.kind, ()))[0]
+
     def __str__(self) -> str:
-        return f"{_TYPES.get(self.kind, (self.kind, ()))[0]} {self.fingerprint}"
+        return f"{self.name} {self.fingerprint}"
 
 
 @dataclass(frozen=True)

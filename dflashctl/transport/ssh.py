@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dflashctl.errors import NoAnswer, NoProgram
 from dflashctl.transport.base import Channel, Finding
-from dflashctl.transport.sshconfig import Hop, parse_destination, resolve
+from dflashctl.transport.sshconfig import Hop, behind_host, parse_destination, resolve
 from remote.protocol.errors import DflashError
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _MOST_CHANNELS = 8
 # What shells say (bash, dash, zsh, busybox) of a program that is not there.
 _NOT_FOUND = re.compile(
-    r"(?:line )?\d*:? ?(?P<program>[^\s:]+): (?:command not found|not found|No such file or directory|Permission denied)\s*$"
-    r"|zsh:\d+: (?:command not found|no such file or directory): (?P<zsh>\S+)\s*$",
+    r"^.*?(?P<program>[^\s:]+): (?:command not found|not found|No such file or directory|Permission denied)\s*$"
+    r"|^zsh:\d+: (?:command not found|no such file or directory): (?P<zsh>\S+)\s*$",
     re.MULTILINE,
 )
 _NO_LOGIN = re.compile(r"This account is currently not available|nologin|account has expired", re.IGNORECASE)
@@ -101,7 +101,7 @@ class Ssh:
         from dflashctl.transport.sshlink import Link
 
         began = time.monotonic()
-        link = Link(self._destination)
+        link = Link(behind_host(self._destination, self._config_file))
         try:
             for hop in self.hops:
                 link.add(hop)

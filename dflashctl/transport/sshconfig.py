@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import getpass
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -115,6 +116,11 @@ def resolve(destination: str, config_file: str = "") -> tuple[Hop, ...]:
         *earlier, address = jumps
         # None, not []: a first gateway may have one of its own, by its own configuration.
         via = earlier or None
+
+
+def behind_host(destination: str, config_file: str) -> str:
+    """Return what stands behind --host in a command line that means the same, for hints."""
+    return f"{destination} --ssh-config {shlex.quote(config_file)}" if config_file else destination
 
 
 def _bad(text: str, cause: str) -> DflashError:

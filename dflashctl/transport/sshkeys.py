@@ -198,7 +198,8 @@ class KeyLogin:
         elif methods and "publickey" not in methods:
             hint = "let this account in by key (PubkeyAuthentication yes there): dflashctl types no passwords"
         else:
-            hint = f"put a public key of yours into authorized_keys there: `ssh-copy-id {hop.user}@{hop.host}`"
+            port = "" if hop.port == 22 else f"-p {hop.port} "
+            hint = f"put a public key of yours into authorized_keys there: `ssh-copy-id {port}{hop.user}@{hop.host}`"
         return NoAnswer(f"{hop.label} does not let {hop.user} in", cause="; ".join(parts), hint=self._with_user(hint))
 
     def _with_user(self, hint: str) -> str:

@@ -63,7 +63,7 @@ class Verified:
 class Link:
     """Connections to the hops added so far, the nearest first; each is carried by the one before. Use from one thread.
 
-    `destination` is how the operator calls the last hop, for the sentences.
+    `destination` is what the operator writes behind --host to reach the last hop, for the hints.
     """
 
     def __init__(self, destination: str) -> None:
@@ -292,7 +292,7 @@ def refused(hop: Hop, key: HostKey, verdict: Verdict, destination: str) -> HostK
         return HostKeyRefused(
             f"the host key of {hop.label} has changed",
             cause=f"it showed {key}, but known is {old}: another machine, or one that was installed anew",
-            hint=f"if it was installed anew, compare the fingerprint there and run `{trust} --replace`",
+            hint=f"if it was, compare the fingerprint with the one there, then run `{trust} --replace`",
         )
     cause = f"it showed {key}"
     if isinstance(verdict, Unknown) and verdict.authority is not None:
@@ -300,7 +300,7 @@ def refused(hop: Hop, key: HostKey, verdict: Verdict, destination: str) -> HostK
     return HostKeyRefused(
         f"the host key of {hop.label} is not known",
         cause=cause,
-        hint=f"compare the fingerprint with the one there (`ssh-keygen -lf /etc/ssh/ssh_host_*_key.pub`) and run `{trust}`",
+        hint=f"compare it with `ssh-keygen -lf /etc/ssh/ssh_host_{key.name.lower()}_key.pub` there, then run `{trust}`",
     )
 
 

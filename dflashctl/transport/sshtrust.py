@@ -8,7 +8,7 @@ from typing import Any
 
 from dflashctl.errors import NoAnswer
 from dflashctl.transport.knownhosts import Changed, Entry, HostKey, Revoked, Trusted, Verdict, learn
-from dflashctl.transport.sshconfig import Hop, resolve
+from dflashctl.transport.sshconfig import Hop, behind_host, resolve
 from dflashctl.transport.sshlink import Link, look_up, refused
 from remote.protocol.errors import usage_error
 
@@ -73,11 +73,12 @@ def sightings(destination: str, config_file: str) -> Iterator[Sighting]:
     Raises NoAnswer where a hop cannot be reached, and for a gateway that is still not trusted.
     """
     hops = resolve(destination, config_file)
-    link = Link(destination)
+    words = behind_host(destination, config_file)
+    link = Link(words)
     try:
         for hop in hops:
             key = link.host_key(hop)
-            yield Sighting(hop, key, look_up(hop, key), destination)
+            yield Sighting(hop, key, look_up(hop, key), words)
             if hop.is_gateway:
                 link.add(hop)
     finally:

@@ -97,6 +97,11 @@ class Launch:
         untouched = ", no run was stopped" if isinstance(self._request, RestartRequest) else ""
         return f"interrupted{untouched}; nothing was launched that we were told of; `dflashctl status` makes sure"
 
+    def say_untouched(self) -> None:
+        """Say, of a restart that failed before the stop, what it left alone."""
+        if isinstance(self._request, RestartRequest) and not self._noted and not self._stopping:
+            self._talk.say("refused before anything was stopped")
+
     def __call__(self, data: dict[str, Any]) -> None:
         """Take one event frame."""
         self.timeline.hear(data)
@@ -198,6 +203,9 @@ def carry_out(
     except KeyboardInterrupt:
         ERR.line(f"\n{launch.farewell()}")
         return int(ExitCode.INTERRUPTED)
+    except DflashError:
+        launch.say_untouched()
+        raise
     took = launch.timeline.parts() if isinstance(request, RestartRequest) else None
     show_started(status, talk, session, as_json, took)
     return judge_started(status, resumed)

@@ -14,17 +14,14 @@ from remote.agent.wire import Answer
 from remote.protocol.errors import DflashError, preflight_error, together
 from remote.protocol.layout import RootLayout
 
-# A flag of `python -m trainer preflight`.
-_FREED = "--freed-shm"
-
 
 def require_ready(
-    root: RootLayout, plan: StartPlan, answer: Answer, *, freed_shm: int = 0, check_release: bool = False
+    root: RootLayout, plan: StartPlan, answer: Answer, flags: Sequence[str] = (), *, check_release: bool = False
 ) -> None:
     """Raise one DflashError (2 or 7) for everything that is missing: GPUs, model, data, space, a sound release.
 
-    `freed_shm`: bytes of /dev/shm that a run which will be stopped gives back. With `check_release` a release that was
-    never checked with this interpreter is checked now, for 20 s.
+    `flags` are further ones of `python -m trainer preflight`. With `check_release` a release that was never checked with
+    this interpreter is checked now, for 20 s.
     """
     problems: list[DflashError] = []
     try:
@@ -36,10 +33,7 @@ def require_ready(
         answer.phase("preflight")
         began = time.monotonic()
         # nvidia-smi has told already: the trainer, which asks CUDA's driver, would say the same in other words.
-        flags = [SKIP_DEVICES] if problems else []
-        if freed_shm:
-            flags += [_FREED, str(freed_shm)]
-        problems += _trainer_says(root, plan, answer, flags)
+        problems += _trainer_says(root, plan, answer, [*flags, *([SKIP_DEVICES] if problems else [])])
         if not problems:
             answer.phase("preflight", "passed", time.monotonic() - began)
     if problems:

@@ -45,8 +45,7 @@ def restart(request: Request, answer: Answer) -> None:
 def _replace(root: RootLayout, plan: StartPlan, request: Request, answer: Answer) -> None:
     order = StopOrder.of(request)
     old = _to_end(root, plan, request.text("run", ""))
-    # The checkpoint to go on from is written by the stop; one that is there already shows whether it would fit.
-    _require_launchable(root, _rehearsed(root, plan, old, order), old, answer)
+    _require_launchable(root, plan, old, order, answer)
     if old is not None:
         answer.survive()
         plan = _after(plan, _end(old, order, answer), answer)
@@ -74,30 +73,39 @@ def _to_end(root: RootLayout, plan: StartPlan, base: str) -> RunLayout | None:
     return found[0] if found else None
 
 
-def _rehearsed(root: RootLayout, plan: StartPlan, old: RunLayout | None, order: StopOrder) -> StartPlan:
-    """Return the plan as far as it can be judged before the stop."""
-    try:
-        return plan.from_checkpoint(root)
-    except DflashError as error:
-        # A run that has not saved yet writes its first checkpoint when it is stopped.
-        if old is None or order.now or plan.resume != old.run_id or error.code is not ExitCode.PREFLIGHT:
-            raise
-        return dataclasses.replace(plan, resume="")
-
-
-def _require_launchable(root: RootLayout, plan: StartPlan, old: RunLayout | None, answer: Answer) -> None:
-    """Raise DflashError (2 or 7) for what would keep the new run from starting once the old one is gone."""
+def _require_launchable(
+    root: RootLayout, plan: StartPlan, old: RunLayout | None, order: StopOrder, answer: Answer
+) -> None:
+    """Raise DflashError (2, 3 or 7) for what would keep the new run from starting once the old one is gone."""
     if old is None:
-        require_ready(root, plan, answer)
+        require_ready(root, plan.from_checkpoint(root), answer)
         return
+    plan, flags = _rehearsed(root, plan, old, order)
     # What the old run holds comes back with its end; what others hold does not.
-    require_ready(root, plan, answer, freed_shm=ring_bytes(old), check_release=True)
+    if ring := ring_bytes(old):
+        flags += ["--freed-shm", str(ring)]
+    require_ready(root, plan, answer, flags, check_release=True)
     spec, _ = readable(RunSpec, old, "spec.json")
     others = [device for device in plan.spec.devices if spec is None or device not in spec.devices]
     if plan.wait_gpus:
         wait_free(others, answer.say, answer.check)
     else:
         require_free(others)
+
+
+def _rehearsed(root: RootLayout, plan: StartPlan, old: RunLayout, order: StopOrder) -> tuple[StartPlan, list[str]]:
+    """Return the plan as far as it can be judged before the stop, and the flags that make the trainer's preflight judge it.
+
+    The checkpoint to go on from is written by the stop; one that is there already shows whether the new run could.
+    """
+    try:
+        return plan.from_checkpoint(root), []
+    except DflashError as error:
+        # A run that has not saved yet writes its first checkpoint when it is stopped.
+        if order.now or plan.resume != old.run_id or error.code is not ExitCode.PREFLIGHT:
+            raise
+        decided = old.path / "plan.json"
+        return dataclasses.replace(plan, resume=""), ["--continues", str(decided)] if decided.exists() else []
 
 
 def _end(old: RunLayout, order: StopOrder, answer: Answer) -> RunStatus:

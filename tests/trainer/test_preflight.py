@@ -16,6 +16,8 @@ from remote.protocol.errors import DflashError, ExitCode
 from trainer.config import TrainConfig
 from trainer.drafter.config import DrafterConfig, derive
 from trainer.drafter.model import Drafter
+from trainer.pipeline.check_command import check_continues
+from trainer.pipeline.plan import RunPlan
 from trainer.preflight import drafter_config, parameter_count, preflight, ring_size
 from trainer.target.facts import target_facts
 
@@ -217,6 +219,30 @@ def test_room_that_the_old_run_gives_back_counts(
     assert preflight(config, tmp_path, freed_shm=size * slots - 1000).total_steps
     with pytest.raises(DflashError):
         preflight(config, tmp_path, freed_shm=size * slots - 1001)
+
+
+def test_whether_a_runs_next_checkpoint_could_be_resumed_from(values: Values, tmp_path: Path) -> None:
+    """A restart with --resume asks before it stops a run that has saved nothing yet."""
+    config = TrainConfig.from_mapping(values)
+    found = preflight(config, tmp_path)
+    run = RunPlan(
+        run_id="r", run_dir=str(tmp_path), config=config.to_dict(), leader_pid=1, sockets="", ring_file="", slot_bytes=1,
+        slots_per_pair=2, captured_layers=2, hidden_size=8, documents="", data_fingerprint=found.dataset.fingerprint,
+        total_steps=found.total_steps, first_step=1, output_dir="",
+    )  # fmt: skip
+    check_continues(run, found)
+    check_continues(run, check(values | {"ring_mib": 16, "profile_interval": 1}, tmp_path))
+    for changes, words in (({"lr": 0.5}, "lr:"), ({"epochs": 3}, "epochs: 2 then, 3 now")):
+        with pytest.raises(DflashError) as caught:
+            check_continues(run, check(values | changes, tmp_path))
+        assert words in caught.value.cause
+    run.save(tmp_path / "plan.json")
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", "preflight", "--continues", str(tmp_path / "plan.json"), "--lr", "0.5"]
+        + [f"--{key.replace('_', '-')}={value}" for key, value in values.items()],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, "lr:" in done.stderr) == (ExitCode.PREFLIGHT, True), done.stderr
 
 
 def derive_of(config: TrainConfig) -> DrafterConfig:

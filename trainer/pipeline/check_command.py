@@ -6,10 +6,12 @@ import argparse
 from pathlib import Path
 
 from remote.protocol.codec import dumps
+from trainer.checkpoint_files import TrainerState, check_resumable
 from trainer.pipeline import command
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.leader import resume_point
-from trainer.preflight import parameter_count, preflight
+from trainer.pipeline.plan import RunPlan
+from trainer.preflight import Prepared, parameter_count, preflight
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-devices", action="store_true", help="do not look at the GPUs")
     parser.add_argument(
         "--freed-shm", type=int, default=0, metavar="BYTES", help="what a run that ends before gives back of /dev/shm"
+    )
+    parser.add_argument(
+        "--continues", metavar="PLAN", help="plan.json of a run: could its next checkpoint be resumed from?"
     )
 
 
@@ -32,6 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
         freed_shm=arguments.freed_shm,
     )
     resume, first_step = resume_point(config, found)
+    if arguments.continues:
+        check_continues(RunPlan.load(Path(arguments.continues)), found)
     findings = {
         "documents": len(found.dataset),
         "tokens": int(found.dataset.lengths.sum()),
@@ -48,3 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
         for name, value in findings.items():
             print(f"{name:<20} {value}")
     return 0
+
+
+def check_continues(plan: RunPlan, found: Prepared) -> None:
+    """Raise a preflight error when a checkpoint that the run of `plan` will write could not be resumed from."""
+    state = TrainerState(plan.first_step, plan.total_steps, plan.data_fingerprint, plan.config, plan.run_id)
+    check_resumable(state, found.config, fingerprint=found.dataset.fingerprint, total_steps=found.total_steps)

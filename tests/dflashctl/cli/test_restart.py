@@ -177,6 +177,7 @@ def test_what_cannot_be_leaves_the_old_run_alone(cli, standin_tree, arguments, c
     done = cli("restart", "--json", *arguments)
     assert (done.returncode, json.loads(done.stdout)["code"]) == (code, code)
     assert words in done.stderr
+    assert ("refused before anything was stopped" in done.stderr) is (code != ExitCode.USAGE)
     assert living(cli) == [old]
     assert json.loads(cli("status", "--json").stdout)["state"] == "running"
 

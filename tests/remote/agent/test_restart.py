@@ -146,6 +146,19 @@ class TestResume:
         assert status["resumed_from"] == status_of(old).last_checkpoint
         assert json.loads(far.root.run(status["run_id"]).config.read_text())["resume"] == status["resumed_from"]
 
+    def test_before_the_first_checkpoint_the_trainer_judges_by_the_runs_plan(self, far):
+        far.running()
+        plan = far.run.path / "plan.json"
+        plan.write_text("{}")
+        main = "import sys\nsys.exit(f'asked {sys.argv[5:]}' if '--continues' in sys.argv else 0)\n"
+        release = far.deploy(far.files(__main__=main)).result["release"]
+        request = {"resume": far.run.run_id, "preflight": True, "spec": {"release": release}}
+        error = restart(far, **request).error
+        assert (error["code"], living(far)) == (7, [far.run.run_id])
+        assert f"asked ['--continues', '{plan}']" in error["detail"]
+        plan.unlink()
+        assert restart(far, **request).result["status"]["resumed_from"]
+
     def test_of_a_run_that_trained_no_step_there_is_nothing_to_resume(self, far):
         call = far.begin("start", **far.request("--load", "5"))
         call.until(phase("loading"))

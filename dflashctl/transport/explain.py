@@ -16,11 +16,12 @@ from remote.protocol.errors import DflashError, preflight_error
 
 @dataclass(frozen=True)
 class Place:
-    """A container as its sentences name it. `pct`: the command as a person would type it on the host."""
+    """A container as its sentences name it. `pct`: the command as a person would type it on the host; `user`: who may."""
 
     ct: str
     host: str
     pct: str
+    user: str
 
 
 class Ask(Enum):
@@ -66,7 +67,7 @@ _NOT_PROXMOX = (
     "name the Proxmox host of container {ct} with --host, or leave --ct out to run on {host} itself",
 )
 _SUDOERS_HINT = (
-    "allow it there: `USER ALL=(root) NOPASSWD: /usr/sbin/pct` in /etc/sudoers.d/dflashctl, or use --host root@..."
+    "allow it there: `{user} ALL=(root) NOPASSWD: /usr/sbin/pct` in /etc/sudoers.d/dflashctl, or use --host root@..."
 )
 _BUG = (
     "pct on {host} does not understand what dflashctl asked",
@@ -151,7 +152,7 @@ _ROWS = (
     ),
     _Row(
         r"is not in the sudoers file|is not allowed to execute|is not allowed to run sudo",
-        "sudo on {host} does not allow pct to this user",
+        "sudo on {host} does not allow pct to {user}",
         _SUDOERS_HINT,
     ),
     _Row(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from testbed.proxmox import HOST
 
 from dflashctl.agent_client import STATUS_SECONDS, AgentClient
@@ -130,6 +133,30 @@ class TestThroughSsh:
                     client_of(proxmox, pyz, "202").status()
         finally:
             bashrc.unlink()
+
+    @pytest.mark.parametrize("user", ["root", "ops"])
+    def test_any_words_arrive_unchanged_and_nothing_is_executed_from_them(self, proxmox, user):
+        program = "import json, sys; print(json.dumps(sys.argv[1:]))"
+        with connections():
+            way = make_transport(HOST, "200", str(proxmox.ssh_config(user)))
+
+            # ASCII, as all of ours is: what is not would be destroyed by a host whose locale is C.
+            @settings(max_examples=15, deadline=None)
+            @given(st.lists(st.text(st.characters(min_codepoint=1, max_codepoint=126), max_size=12), max_size=5))
+            @example(["$(touch /tmp/executed)", "`touch /tmp/executed`", "; touch /tmp/executed", "a\nb", "'\"", ""])
+            @example(["--keep-env", "-n", "--", "-", "*", "~", "!!", "\\", "%s", "#x"])
+            def arrives(words):
+                channel = way.open(["/usr/bin/python3", "-I", "-c", program, *words])
+                channel.finish()
+                said = b""
+                while piece := channel.receive(10):
+                    said += piece
+                channel.close()
+                assert json.loads(said) == words
+
+            arrives()
+        assert not proxmox["200"].path("/tmp/executed").exists()
+        assert proxmox.machine.run("ls", "/tmp/executed", check=False).returncode != 0
 
     def test_an_sshd_that_freezes_under_a_call_is_named_within_the_bound(self, proxmox, pyz):
         def open_and_freeze(argv):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from dflashctl.transport.explain import (
 )
 from remote.protocol.errors import ExitCode
 
-PLACE = Place("200", "10.1.2.6", "/usr/sbin/pct")
+PLACE = Place("200", "10.1.2.6", "/usr/sbin/pct", "op")
 
 # Words -> what the sentence says. The words are those that the tools print, one case a row (and a kind of a row).
 TABLE = {
@@ -70,9 +71,9 @@ TABLE = {
     "sudo: a password is required": "sudo on 10.1.2.6 wants a password for pct",
     "bash: line 1: sudo: command not found": "10.1.2.6 has no sudo, and pct needs root",
     "Sorry, user op is not allowed to execute '/usr/sbin/pct exec 200' as root on pve.": (
-        "sudo on 10.1.2.6 does not allow pct to this user"
+        "sudo on 10.1.2.6 does not allow pct to op"
     ),
-    "op is not in the sudoers file.": "sudo on 10.1.2.6 does not allow pct to this user",
+    "op is not in the sudoers file.": "sudo on 10.1.2.6 does not allow pct to op",
     "root@10.1.2.6: Permission denied (publickey,password).": "a hop to 10.1.2.6 refused the login",
     "Host key verification failed.": "the host key of a hop to 10.1.2.6 is not known",
     "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.": (
@@ -141,8 +142,13 @@ def test_what_the_words_leave_open_is_named(words, ask):
 
 
 def test_the_command_of_a_hint_is_the_one_that_works_there():
-    place = Place("200", "pve", "sudo /usr/sbin/pct")
+    place = Place("200", "pve", "sudo /usr/sbin/pct", "op")
     assert read("container '200' not running!", place).error.hint == "start it there: `sudo /usr/sbin/pct start 200`"
+
+
+def test_the_sudoers_line_is_the_one_to_copy():
+    hint = read("sudo: a password is required", PLACE).error.hint
+    assert "`op ALL=(root) NOPASSWD: /usr/sbin/pct` in /etc/sudoers.d/dflashctl" in hint
 
 
 def test_each_state_of_a_container_has_a_sentence_of_its_own():
@@ -161,6 +167,19 @@ def test_each_state_of_a_container_has_a_sentence_of_its_own():
     assert all(error.cause and error.hint for error in errors)
     assert "is on node pve2, not on 10.1.2.6" in errors[5].error
     assert "virtual machine" in errors[6].error
+
+
+def test_the_page_for_operators_shows_sentences_that_exist():
+    place = Place("200", "HOST", "pct", "op")
+    sentences = {read(words, place).error.error for words in TABLE if read(words, place)}
+    sentences |= {frozen(place, lock).error for lock in ("", "backup")}
+    sentences |= {stopped(place, "backup", "").error, host_silent(place, 3.0).error}
+    sentences |= {elsewhere(place, f"/nodes/pve2/{kind}/200.conf", "").error for kind in ("lxc", "qemu-server")}
+    page = (Path(__file__).parents[3] / "docs" / "proxmox.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| (.+?) \|", page.partition("| message |")[2], re.MULTILINE)
+    assert len(shown) == 12
+    for message in shown:
+        assert any(sentence.endswith(message.removeprefix("... ")) for sentence in sentences), message
 
 
 @given(st.text(max_size=80))

@@ -202,6 +202,19 @@ def test_a_container_that_is_stopped_under_a_verb_is_named(proxmox, release):
     assert "pct start 200" in caught.value.hint
 
 
+def test_a_run_that_a_container_stop_ended_is_lost_and_the_next_one_starts(proxmox, release):
+    client_of(proxmox, release, deployed=False).deploy(release, selfcheck=False, on_event=quiet)
+    client = client_of(proxmox, release)
+    first, second = (RunSpec(new_run_id(), (), {}, ("cpu",), release=release.id, config={}) for _ in range(2))
+    client.start(StartRequest(first, 20.0), quiet)
+    proxmox["200"].run("touch", "/dev/shm/model")
+    proxmox["200"].restart()
+    assert client.status(first.run_id).state == "lost"
+    assert proxmox["200"].run("ls", "/dev/shm").stdout == ""
+    assert client.start(StartRequest(second, 20.0), quiet).state == "running"
+    client.stop("", now=True, grace=5.0, by="me", on_event=quiet)
+
+
 class TestLeaks:
     """Nothing of the login on the host reaches a run."""
 

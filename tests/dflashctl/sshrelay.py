@@ -10,7 +10,7 @@ import threading
 class Relay:
     """Listens on `port` and passes connections on to `target`. `limit`: bytes from the server, None for all of them."""
 
-    def __init__(self, target: int, *, limit: int | None = None, cut: bool = False) -> None:
+    def __init__(self, target: int, *, limit: int | None = None, cut: bool = False, address: str = "127.0.0.1") -> None:
         self.limit = limit
         self.cut = cut
         self.passed = 0
@@ -18,7 +18,8 @@ class Relay:
         self._target = target
         self._closing = False
         self._sockets: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from sshrelay import Relay
 from testbed.sshd import Sshd, missing_sshd
 
 from dflashctl.errors import NoAnswer
-from dflashctl.transport import make_transport
+from dflashctl.transport import Silence, make_transport
 from dflashctl.transport.ssh import Ssh
 from remote.protocol.errors import DflashError, ExitCode
 
@@ -333,3 +334,48 @@ def test_a_relay_in_between_changes_nothing(operator, shared_sshd):
         ssh = operator.ssh(f"127.0.0.1:{relay.port}")
         assert output(ssh, "echo", "x") == "x\n"
         ssh.close()
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+def test_an_address_of_version_six(operator, shared_sshd):
+    with Relay(shared_sshd.port, address="::1") as relay:
+        operator.configure(shared_sshd)
+        operator.known_hosts.write_text(f"[::1]:{relay.port} {shared_sshd.host_key}\n")
+        ssh = operator.ssh(f"[::1]:{relay.port}")
+        assert output(ssh, "echo", "x") == "x\n"
+        assert f"@[::1]:{relay.port}," in next(ssh.examine()).text
+        ssh.close()
+
+
+def test_after_a_silence_the_next_command_has_a_new_connection(operator, sshd):
+    """What fell silent may be frozen, and nothing would tell."""
+    operator.configure(sshd)
+    operator.knows(sshd)
+    ssh = operator.ssh(sshd)
+    channel = ssh.open(["cat"])
+    with pytest.raises(Silence):
+        channel.receive(0.1)
+    other = ssh.open(["echo", "same connection"])
+    assert other.receive(10) == b"same connection\n"
+    other.close()
+    channel.close()
+    assert sshd.log().count("Accepted publickey") == 1
+    assert output(ssh, "echo", "x") == "x\n"
+    assert sshd.log().count("Accepted publickey") == 2
+
+
+def test_new_keys_in_the_middle_of_much_data(operator):
+    """sshd asks for new keys every megabyte here; paramiko would after half a gigabyte."""
+    with Sshd(extra="RekeyLimit 1M") as sshd:
+        operator.configure(sshd)
+        operator.knows(sshd)
+        ssh = operator.ssh(sshd)
+        channel = ssh.open(["cat"])
+        payload = bytes(range(256)) * 40_000
+        channel.send(payload, 10)
+        channel.finish()
+        came = bytearray()
+        while piece := channel.receive(10):
+            came += piece
+        channel.close()
+    assert came == payload

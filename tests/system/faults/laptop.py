@@ -18,7 +18,7 @@ from testbed.proxmox import HOST, Proxmox
 
 from dflashctl.cli import run
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 ROOT = "/workspace/dflashctl"
 Done = subprocess.CompletedProcess[str]
 

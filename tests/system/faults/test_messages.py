@@ -6,7 +6,7 @@ import contextlib
 import shlex
 
 import pytest
-from system.laptop import Laptop
+from system.faults.laptop import Laptop
 from testbed.proxmox import HOST
 from testbed.sshd import Sshd, free_port
 

@@ -12,7 +12,8 @@ from dflashctl.answer import NO_ANSWER_HINT, Answer, NoHello, Patience, shortene
 from dflashctl.errors import NoAnswer
 from dflashctl.release import Release
 from dflashctl.results import Begun, Deployed, Releases, Resumed, RolledBack, Runs, Started, Stopped, parse
-from dflashctl.transport import EXPLANATION_SECONDS, Transport
+from dflashctl.transport import EXPLANATION_SECONDS, Channel, Transport
+from dflashctl.transport.bounded import within as bounded
 from dflashctl.transport.explain import old_python
 from remote.protocol.codec import plain
 from remote.protocol.frames import Kind, json_frame, new_nonce
@@ -24,6 +25,9 @@ SILENCE = 10.0
 
 STATUS_SECONDS = 10.0
 """Longest time a status may take, with the explanation of why there is none."""
+
+_OVERTIME_SECONDS = 0.5
+"""A single hop that does not answer for 10 s has the better sentence."""
 
 _CLOSING_SECONDS = 1.0
 """What is kept of that for giving the channel back."""
@@ -125,7 +129,7 @@ class AgentClient:
         nonce = new_nonce()
         argv = self._argv(verb, loaded)
         self._trace(f"{self.transport.name}: {' '.join('LOADER' if word == LOADER else word for word in argv)}")
-        channel = self.transport.open(argv)
+        channel = self._reach(argv, patience)
         answer = Answer(channel, nonce, self.transport, patience)
         try:
             for piece in self._preamble(loaded):
@@ -138,6 +142,20 @@ class AgentClient:
             channel.close()
             raise
         return answer
+
+    def _reach(self, argv: list[str], patience: Patience) -> Channel:
+        if patience.deadline == math.inf:
+            return self.transport.open(argv)
+        # Each hop has a time-out of its own, and ConnectTimeout may be anything. A failure to connect needs no explanation.
+        left = patience.deadline + EXPLANATION_SECONDS + _CLOSING_SECONDS + _OVERTIME_SECONDS - time.monotonic()
+        return bounded(left, lambda: self.transport.open(argv), self._unreached)
+
+    def _unreached(self) -> Channel:
+        raise NoAnswer(
+            f"no connection to {self.transport.name}",
+            cause="none came about in the time that this command has",
+            hint="`dflashctl doctor` waits longer and tells which hop is slow",
+        )
 
     def _argv(self, verb: str, loaded: bool) -> list[str]:
         if loaded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+import threading
 import time
 
 import pytest
@@ -163,6 +164,23 @@ def test_silence_is_explained_within_the_bound_of_status():
     assert verb == "exec"
     assert 5.0 < patience <= STATUS_SECONDS - EXPLANATION_SECONDS - 1.0
     assert [channel.argv[1] for channel in memory.channels] == ["exec", "status", "config"]
+
+
+def test_a_connection_that_does_not_come_about_ends_a_verb_that_has_a_bound(monkeypatch):
+    monkeypatch.setattr("dflashctl.agent_client.STATUS_SECONDS", 0.0)
+    hang = threading.Event()
+
+    class Slow(Memory):
+        def open(self, argv):
+            hang.wait(10)
+            return super().open(argv)
+
+    client = client_of(Slow(lambda argv, sent: []))
+    try:
+        with pytest.raises(NoAnswer, match="no connection to memory"):
+            client.status()
+    finally:
+        hang.set()
 
 
 def test_a_container_that_stops_in_mid_answer_is_named_and_the_answer_was_lost():

@@ -7,6 +7,7 @@ A verb's module imports at its top what its signature needs and the rest when it
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib
 import io
 import os
@@ -36,7 +37,10 @@ def main() -> None:
     _open_closed_streams()
     # A name may hold what the terminal's encoding lacks, or bytes that are no text at all: shown escaped, never a crash.
     cast("io.TextIOWrapper[Any]", sys.stdout).reconfigure(errors="backslashreplace")
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    # At its end the interpreter would search all that was imported for cycles: 45 ms for nothing.
+    gc.freeze()
+    sys.exit(code)
 
 
 def _open_closed_streams() -> None:

@@ -77,6 +77,17 @@ def _name(text: str) -> str:
 class VerbCommand(TyperCommand):
     """A verb whose help page groups its options by panel, and whose --resume may stand without a value."""
 
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        for parameter in self.params:
+            _keep_as_it_is(parameter)
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)
+        if option is not None and "process_value" not in vars(option):
+            _keep_as_it_is(option)
+        return option
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Give a bare `--resume` its meaning, the last run; typer has no options with an optional value."""
         words: list[str] = []
@@ -114,3 +125,20 @@ class VerbCommand(TyperCommand):
         for panel in sorted(sections, key=lambda title: title != "Options"):
             with formatter.section(OUT.style(panel, "bold")):
                 formatter.write_dl(sections[panel], col_max=32)
+
+
+def _keep_as_it_is(parameter: Any) -> None:
+    """Have a value that is of its type already, as text always is, taken unconverted, and what was not given left at that.
+
+    Typer 0.26 and later ask pydantic even for that, and its import takes 65 ms of CPU: as much as all of typer.
+    """
+    if parameter.required or parameter.multiple or parameter.nargs != 1:
+        return
+    convert = parameter.process_value
+    # Older versions have no such attribute, and no pydantic.
+    wanted = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
+
+    def process_value(ctx: Any, value: Any) -> Any:
+        return value if value is None or type(value) is wanted else convert(ctx, value)
+
+    parameter.process_value = process_value

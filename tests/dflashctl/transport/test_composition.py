@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from testbed.proxmox import HOST
+from testbed.proxmox import HOST, Proxmox
 
 from dflashctl.agent_client import STATUS_SECONDS, AgentClient
 from dflashctl.cli import run
@@ -77,12 +77,18 @@ class TestConnections:
 
 
 @pytest.fixture
+def bed(real_proxmox: Proxmox) -> Proxmox:
+    """Real containers: a shim of them neither freezes nor keeps a login's environment out."""
+    return real_proxmox
+
+
+@pytest.fixture
 def pyz(standin_tree) -> bytes:
     return build_release(standin_tree()).pyz
 
 
-def client_of(proxmox, pyz, ct="200", user="root"):
-    way = make_transport(HOST, ct, str(proxmox.ssh_config(user)))
+def client_of(bed, pyz, ct="200", user="root"):
+    way = make_transport(HOST, ct, str(bed.ssh_config(user)))
     return AgentClient(way, python="/usr/bin/python3", pyz=lambda: pyz)
 
 
@@ -90,11 +96,11 @@ class TestThroughSsh:
     """Pct(200, Ssh(...)) against a real sshd and real containers."""
 
     @pytest.mark.parametrize("user", ["root", "ops"])
-    def test_one_call_on_the_normal_path_over_one_connection(self, proxmox, pyz, user):
+    def test_one_call_on_the_normal_path_over_one_connection(self, bed, pyz, user):
         with connections():
-            client = client_of(proxmox, pyz, user=user)
+            client = client_of(bed, pyz, user=user)
             assert [client.status().state, client.status().state] == ["none", "none"]
-            assert [argv[0] for argv in proxmox.calls()] == ["exec", "exec"]
+            assert [argv[0] for argv in bed.calls()] == ["exec", "exec"]
             assert client.calls == 2
 
     @pytest.mark.parametrize(
@@ -106,14 +112,14 @@ class TestThroughSsh:
             ("204", f"there is no container 204 on {HOST}"),
         ],
     )
-    def test_each_state_has_its_sentence(self, proxmox, pyz, ct, sentence):
+    def test_each_state_has_its_sentence(self, bed, pyz, ct, sentence):
         with connections(), pytest.raises(NoAnswer) as caught:
-            client_of(proxmox, pyz, ct).status()
+            client_of(bed, pyz, ct).status()
         assert (caught.value.error, caught.value.code) == (sentence, ExitCode.NO_ANSWER)
 
-    def test_the_lines_of_doctor_come_hop_by_hop(self, proxmox):
+    def test_the_lines_of_doctor_come_hop_by_hop(self, bed):
         with connections():
-            way = make_transport(HOST, "200", str(proxmox.ssh_config("ops")))
+            way = make_transport(HOST, "200", str(bed.ssh_config("ops")))
             findings = list(way.examine())
         assert [(finding.name, finding.state) for finding in findings] == [
             ("ssh", "ok"),
@@ -122,23 +128,23 @@ class TestThroughSsh:
             ("container", "ok"),
         ]
 
-    def test_a_noisy_login_is_no_trouble_and_no_reason(self, proxmox, pyz):
+    def test_a_noisy_login_is_no_trouble_and_no_reason(self, bed, pyz):
         noise = "echo Welcome; echo 'bash: cargo: command not found' >&2\n"
-        bashrc = proxmox.state / "home" / "root" / ".bashrc"
+        bashrc = bed.state / "home" / "root" / ".bashrc"
         bashrc.write_text(noise)
         try:
             with connections():
-                assert client_of(proxmox, pyz).status().state == "none"
+                assert client_of(bed, pyz).status().state == "none"
                 with pytest.raises(NoAnswer, match="is stopped"):
-                    client_of(proxmox, pyz, "202").status()
+                    client_of(bed, pyz, "202").status()
         finally:
             bashrc.unlink()
 
     @pytest.mark.parametrize("user", ["root", "ops"])
-    def test_any_words_arrive_unchanged_and_nothing_is_executed_from_them(self, proxmox, user):
+    def test_any_words_arrive_unchanged_and_nothing_is_executed_from_them(self, bed, user):
         program = "import json, sys; print(json.dumps(sys.argv[1:]))"
         with connections():
-            way = make_transport(HOST, "200", str(proxmox.ssh_config(user)))
+            way = make_transport(HOST, "200", str(bed.ssh_config(user)))
 
             # ASCII, as all of ours is: what is not would be destroyed by a host whose locale is C.
             @settings(max_examples=15, deadline=None)
@@ -155,18 +161,18 @@ class TestThroughSsh:
                 assert json.loads(said) == words
 
             arrives()
-        assert not proxmox["200"].path("/tmp/executed").exists()
-        assert proxmox.machine.run("ls", "/tmp/executed", check=False).returncode != 0
+        assert not bed["200"].path("/tmp/executed").exists()
+        assert bed.machine.run("ls", "/tmp/executed", check=False).returncode != 0
 
-    def test_an_sshd_that_freezes_under_a_call_is_named_within_the_bound(self, proxmox, pyz):
+    def test_an_sshd_that_freezes_under_a_call_is_named_within_the_bound(self, bed, pyz):
         def open_and_freeze(argv):
             channel = opened(argv)
-            proxmox.sshd.freeze()
+            bed.sshd.freeze()
             return channel
 
         began = time.monotonic()
         with connections():
-            client = client_of(proxmox, pyz)
+            client = client_of(bed, pyz)
             opened, client.transport.open = client.transport.open, open_and_freeze
             with pytest.raises(NoAnswer, match=f"{HOST} does not answer"):
                 client.status()

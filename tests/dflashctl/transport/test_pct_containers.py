@@ -68,6 +68,12 @@ def client_of(bed, release, ct="200", user="root", *, environment=None, root=ROO
 
 
 @pytest.fixture
+def bed(real_proxmox: Proxmox) -> Proxmox:
+    """Real containers: a shim of them neither freezes nor keeps a login's environment out."""
+    return real_proxmox
+
+
+@pytest.fixture
 def release(standin_tree) -> Release:
     return build_release(standin_tree("--steps", "1000", "--pause", "0.05"))
 
@@ -84,14 +90,14 @@ def asked(bed):
 
 @pytest.mark.parametrize("user", ["root", SUDO_USER])
 @pytest.mark.parametrize("ct", ["200", "201"])
-def test_a_container_that_runs_answers_in_one_call(proxmox, release, ct, user):
-    client = client_of(proxmox, release, ct, user, deployed=False)
+def test_a_container_that_runs_answers_in_one_call(bed, release, ct, user):
+    client = client_of(bed, release, ct, user, deployed=False)
     client.deploy(release, selfcheck=False, on_event=quiet)
-    client = client_of(proxmox, release, ct, user)
+    client = client_of(bed, release, ct, user)
     assert client.status().state == "none"
     assert client.deploy(release, selfcheck=False, on_event=quiet).sent is False
-    assert asked(proxmox) == ["exec"] * 3
-    assert proxmox[ct].path(f"{ROOT}/current").readlink() == Path("releases", release.id)
+    assert asked(bed) == ["exec"] * 3
+    assert bed[ct].path(f"{ROOT}/current").readlink() == Path("releases", release.id)
 
 
 @pytest.mark.parametrize("prefix", ["", "Error: "])
@@ -104,37 +110,37 @@ def test_a_container_that_runs_answers_in_one_call(proxmox, release, ct, user):
         ("204", f"there is no container 204 on {HOST}", ["exec"]),
     ],
 )
-def test_a_container_that_does_not_says_why_once(proxmox, release, ct, sentence, calls, prefix):
-    with proxmox.knobs(prefix=prefix):
-        error = failure_of(client_of(proxmox, release, ct))
+def test_a_container_that_does_not_says_why_once(bed, release, ct, sentence, calls, prefix):
+    with bed.knobs(prefix=prefix):
+        error = failure_of(client_of(bed, release, ct))
     assert (error.error, error.code) == (sentence, ExitCode.NO_ANSWER)
-    assert asked(proxmox) == calls
+    assert asked(bed) == calls
 
 
 @pytest.mark.parametrize("code", [0, 2, 25, 127, 255])
-def test_no_exit_code_is_branched_on(proxmox, release, code):
-    with proxmox.knobs(failure_code=code):
-        assert "is stopped" in failure_of(client_of(proxmox, release, "202")).error
+def test_no_exit_code_is_branched_on(bed, release, code):
+    with bed.knobs(failure_code=code):
+        assert "is stopped" in failure_of(client_of(bed, release, "202")).error
 
 
-def test_who_is_not_root_may_not_look_for_it_on_other_nodes(proxmox, release):
-    error = failure_of(client_of(proxmox, release, "299", SUDO_USER))
+def test_who_is_not_root_may_not_look_for_it_on_other_nodes(bed, release):
+    error = failure_of(client_of(bed, release, "299", SUDO_USER))
     assert error.error == f"there is no container 299 on {HOST}"
     assert "on another node of the cluster" in error.hint
 
 
-def test_a_frozen_container_is_named_within_the_bound_of_status(proxmox, release):
-    client = client_of(proxmox, release, deployed=False)
-    proxmox["200"].freeze()
+def test_a_frozen_container_is_named_within_the_bound_of_status(bed, release):
+    client = client_of(bed, release, deployed=False)
+    bed["200"].freeze()
     began = time.monotonic()
     try:
         error = failure_of(client)
     finally:
         took = time.monotonic() - began
-        proxmox["200"].thaw()
+        bed["200"].thaw()
     assert error.error == f"container 200 on {HOST} does not answer: it is frozen or overloaded"
     assert took < STATUS_SECONDS + 0.5
-    assert asked(proxmox) == ["exec", "status", "config"]
+    assert asked(bed) == ["exec", "status", "config"]
 
 
 @pytest.mark.parametrize(
@@ -144,73 +150,71 @@ def test_a_frozen_container_is_named_within_the_bound_of_status(proxmox, release
         ("/etc/passwd", f"/etc/passwd in container 200 on {HOST} is not executable"),
     ],
 )
-def test_a_python_that_is_none(proxmox, release, python, sentence):
-    client = AgentClient(
-        Pct(200, Login(proxmox)), python=python, root=ROOT, release=release.id, pyz=lambda: release.pyz
-    )
+def test_a_python_that_is_none(bed, release, python, sentence):
+    client = AgentClient(Pct(200, Login(bed)), python=python, root=ROOT, release=release.id, pyz=lambda: release.pyz)
     assert failure_of(client).error == sentence
-    assert asked(proxmox) == ["exec"]
+    assert asked(bed) == ["exec"]
 
 
-def test_an_old_python_says_so_itself(proxmox, release):
+def test_an_old_python_says_so_itself(bed, release):
     # The same words that the loader says: the testbed has no Python of 2020.
-    old = proxmox["200"].path("/opt/old")
+    old = bed["200"].path("/opt/old")
     old.write_text("#!/bin/sh\necho 'agent: Python 3.11 or newer is needed, this is 3.9.2' >&2\nexit 1\n")
     old.chmod(0o755)
     try:
-        client = AgentClient(Pct(200, Login(proxmox)), python="/opt/old", root=ROOT, release=release.id, pyz=bytes)
+        client = AgentClient(Pct(200, Login(bed)), python="/opt/old", root=ROOT, release=release.id, pyz=bytes)
         error = failure_of(client)
         assert (error.code, "3.9.2" in error.error, "-m venv" in error.hint) == (ExitCode.PREFLIGHT, True, True)
-        assert asked(proxmox) == ["exec"]
+        assert asked(bed) == ["exec"]
     finally:
         old.unlink()
 
 
-def test_a_user_without_sudo_for_pct_is_told_the_line_that_allows_it(proxmox, release):
-    error = failure_of(client_of(proxmox, release, user=OTHER_USER))
+def test_a_user_without_sudo_for_pct_is_told_the_line_that_allows_it(bed, release):
+    error = failure_of(client_of(bed, release, user=OTHER_USER))
     assert error.error.startswith(f"sudo on {HOST} ")
     assert "NOPASSWD: /usr/sbin/pct" in error.hint
-    assert asked(proxmox) == []
+    assert asked(bed) == []
 
 
 @pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
-def test_a_host_without_pct(proxmox, release, shell):
+def test_a_host_without_pct(bed, release, shell):
     class Shell(Login):
         def open(self, argv):
             return super().open([shell, "-c", shlex.join(argv)])
 
-    client = client_of(proxmox, release)
-    client.transport = Pct(200, Shell(proxmox))
-    proxmox.machine.run("mv", "/usr/sbin/pct", "/usr/sbin/pct.away")
+    client = client_of(bed, release)
+    client.transport = Pct(200, Shell(bed))
+    bed.machine.run("mv", "/usr/sbin/pct", "/usr/sbin/pct.away")
     try:
         assert failure_of(client).error == f"{HOST} has no pct: it is not a Proxmox host"
     finally:
-        proxmox.machine.run("mv", "/usr/sbin/pct.away", "/usr/sbin/pct")
+        bed.machine.run("mv", "/usr/sbin/pct.away", "/usr/sbin/pct")
 
 
-def test_a_container_that_is_stopped_under_a_verb_is_named(proxmox, release):
-    client = client_of(proxmox, release, deployed=False)
+def test_a_container_that_is_stopped_under_a_verb_is_named(bed, release):
+    client = client_of(bed, release, deployed=False)
     client.deploy(release, selfcheck=False, on_event=quiet)
     request = StartRequest(RunSpec(new_run_id(), (), {}, ("cpu",), release=release.id, config={}), 20.0)
-    client_of(proxmox, release).start(request, quiet)
-    with client_of(proxmox, release).call("logs", {"run": "", "file": "train", "follow": True}) as answer:
+    client_of(bed, release).start(request, quiet)
+    with client_of(bed, release).call("logs", {"run": "", "file": "train", "follow": True}) as answer:
         next(iter(answer))
-        proxmox["200"].stop()
+        bed["200"].stop()
         with pytest.raises(ConnectionLost) as caught:
             answer.drain()
     assert caught.value.cause == f"container 200 on {HOST} is stopped"
     assert "pct start 200" in caught.value.hint
 
 
-def test_a_run_that_a_container_stop_ended_is_lost_and_the_next_one_starts(proxmox, release):
-    client_of(proxmox, release, deployed=False).deploy(release, selfcheck=False, on_event=quiet)
-    client = client_of(proxmox, release)
+def test_a_run_that_a_container_stop_ended_is_lost_and_the_next_one_starts(bed, release):
+    client_of(bed, release, deployed=False).deploy(release, selfcheck=False, on_event=quiet)
+    client = client_of(bed, release)
     first, second = (RunSpec(new_run_id(), (), {}, ("cpu",), release=release.id, config={}) for _ in range(2))
     client.start(StartRequest(first, 20.0), quiet)
-    proxmox["200"].run("touch", "/dev/shm/model")
-    proxmox["200"].restart()
+    bed["200"].run("touch", "/dev/shm/model")
+    bed["200"].restart()
     assert client.status(first.run_id).state == "lost"
-    assert proxmox["200"].run("ls", "/dev/shm").stdout == ""
+    assert bed["200"].run("ls", "/dev/shm").stdout == ""
     assert client.start(StartRequest(second, 20.0), quiet).state == "running"
     client.stop("", now=True, grace=5.0, by="me", on_event=quiet)
 
@@ -219,18 +223,18 @@ class TestLeaks:
     """Nothing of the login on the host reaches a run."""
 
     @pytest.mark.parametrize(("ct", "leaks"), [("200", LEAKS), ("201", {"HOME": ""})], ids=["a login's", "none"])
-    def test_the_environment_of_a_run_is_the_containers(self, proxmox, release, ct, leaks):
-        client = client_of(proxmox, release, ct, environment=leaks, root="", deployed=False)
+    def test_the_environment_of_a_run_is_the_containers(self, bed, release, ct, leaks):
+        client = client_of(bed, release, ct, environment=leaks, root="", deployed=False)
         # No --root: what is chosen must not depend on the login either.
         deployed = client.deploy(release, selfcheck=False, on_event=quiet)
         assert deployed.root == ROOT
         spec = RunSpec(new_run_id(), (), {}, ("cpu",), release=release.id, config={})
-        client = client_of(proxmox, release, ct, environment=leaks)
+        client = client_of(bed, release, ct, environment=leaks)
         client.start(StartRequest(spec, 20.0), quiet)
-        run = proxmox[ct].path(f"{ROOT}/runs/{spec.run_id}")
+        run = bed[ct].path(f"{ROOT}/runs/{spec.run_id}")
         stored = json.loads((run / "spec.json").read_text())["environment"]
         leader = (run / "trainer.pid").read_text().split()[0]
-        there = proxmox[ct].run("cat", f"/proc/{leader}/environ").stdout.strip("\0").split("\0")
+        there = bed[ct].run("cat", f"/proc/{leader}/environ").stdout.strip("\0").split("\0")
         assert dict(pair.split("=", 1) for pair in there) == stored
         assert (stored["HOME"], stored["LANG"], stored["DFLASH_ROOT"]) == ("/root", "C.UTF-8", ROOT)
         assert "/usr/local/bin" in stored["PATH"].split(":")
@@ -239,12 +243,12 @@ class TestLeaks:
         assert "operator" not in json.dumps(stored)
         client.stop("", now=True, grace=5.0, by="me", on_event=quiet)
 
-    def test_names_that_are_not_ascii_survive_a_c_locale(self, proxmox, release):
+    def test_names_that_are_not_ascii_survive_a_c_locale(self, bed, release):
         root = "/workspace/läufe $(touch /workspace/bad)"
-        client = client_of(proxmox, release, environment={"LC_ALL": "C"}, root=root, deployed=False)
+        client = client_of(bed, release, environment={"LC_ALL": "C"}, root=root, deployed=False)
         client.deploy(release, selfcheck=False, on_event=quiet)
-        assert proxmox["200"].path(f"{root}/current/agent.pyz").is_file()
-        assert not proxmox["200"].path("/workspace/bad").exists()
+        assert bed["200"].path(f"{root}/current/agent.pyz").is_file()
+        assert not bed["200"].path("/workspace/bad").exists()
 
 
 SMALL = "/mnt/small/dflashctl"
@@ -254,57 +258,57 @@ class TestUpload:
     """A release is what its hashes say, or it is refused and nothing of it stays."""
 
     @pytest.fixture
-    def old(self, proxmox) -> Release:
+    def old(self, bed) -> Release:
         """A release that is deployed on the container's tmpfs of 4 MB; what comes after it may not fit or arrive."""
         files = build_release(Path(__file__).parents[3]).files
         small = Release({path: content for path, content in files.items() if path.startswith(("remote/", "agent"))})
-        client_of(proxmox, small, root=SMALL, deployed=False).deploy(small, selfcheck=False, on_event=quiet)
+        client_of(bed, small, root=SMALL, deployed=False).deploy(small, selfcheck=False, on_event=quiet)
         return small
 
     def new(self, old: Release, size: int) -> Release:
         return Release(dict(old.files) | {"trainer/weights.bin": bytes(range(256)) * (size // 256)})
 
-    def unchanged(self, proxmox, old):
-        listed = client_of(proxmox, old, root=SMALL).releases()
-        left = proxmox["200"].run("ls", "-A", f"{SMALL}/releases", f"{SMALL}/locks").stdout
+    def unchanged(self, bed, old):
+        listed = client_of(bed, old, root=SMALL).releases()
+        left = bed["200"].run("ls", "-A", f"{SMALL}/releases", f"{SMALL}/locks").stdout
         return (listed.current, [entry.release for entry in listed.releases], ".tmp" in left) == (
             old.id,
             [old.id],
             False,
         )
 
-    def test_a_full_disk(self, proxmox, old):
+    def test_a_full_disk(self, bed, old):
         new = self.new(old, 8 << 20)
         with pytest.raises(DflashError) as caught:
-            client_of(proxmox, old, root=SMALL).deploy(new, selfcheck=False, on_event=quiet)
+            client_of(bed, old, root=SMALL).deploy(new, selfcheck=False, on_event=quiet)
         assert (caught.value.code, caught.value.error) == (ExitCode.PREFLIGHT, f"no space left in {SMALL}")
-        assert self.unchanged(proxmox, old)
+        assert self.unchanged(bed, old)
 
     @pytest.mark.parametrize("damage", ["truncated", "a flipped bit"])
-    def test_an_archive_that_is_not_what_was_promised(self, proxmox, old, damage):
+    def test_an_archive_that_is_not_what_was_promised(self, bed, old, damage):
         new = self.new(old, 64 << 10)
         good = new.archive()
         bad = good[:-3000] if damage == "truncated" else bytes([*good[:20_000], good[20_000] ^ 1, *good[20_001:]])
         new.__dict__["archive"] = lambda: bad
         with pytest.raises(DflashError) as caught:
-            client_of(proxmox, old, root=SMALL).deploy(new, selfcheck=False, on_event=quiet)
+            client_of(bed, old, root=SMALL).deploy(new, selfcheck=False, on_event=quiet)
         assert (caught.value.code, caught.value.error) == (ExitCode.FAILED, "the release was refused")
-        assert self.unchanged(proxmox, old)
+        assert self.unchanged(bed, old)
 
     @pytest.mark.parametrize("part", [0.0, 0.3, 0.9])
-    def test_a_client_that_is_cut_off_in_mid_upload(self, proxmox, old, part):
+    def test_a_client_that_is_cut_off_in_mid_upload(self, bed, old, part):
         new = self.new(old, 64 << 10)
         whole = new.archive()
-        client = client_of(proxmox, old, root=SMALL)
+        client = client_of(bed, old, root=SMALL)
         request = {"release": new.id, "manifest": new.manifest, "python": "/usr/bin/python3", "selfcheck": False}
         with client.call("deploy", request, more=True) as answer:
             assert next(iter(answer)) == {"need": True}
             answer.upload(whole[: int(len(whole) * part)])
         # Its connection is gone; the next verb finds nothing of it, at the latest when its agent has seen that.
         deadline = time.monotonic() + 10
-        while not self.unchanged(proxmox, old) and time.monotonic() < deadline:
+        while not self.unchanged(bed, old) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert self.unchanged(proxmox, old)
+        assert self.unchanged(bed, old)
         assert client.deploy(new, selfcheck=False, on_event=quiet).previous == old.id
 
     @pytest.mark.parametrize(
@@ -316,8 +320,8 @@ class TestUpload:
             (b"12345678901234567890\n", "standard input ended before the agent was complete"),
         ],
     )
-    def test_an_agent_that_arrives_in_part_runs_nothing(self, proxmox, release, sent, words):
-        client = client_of(proxmox, release, deployed=False)
+    def test_an_agent_that_arrives_in_part_runs_nothing(self, bed, release, sent, words):
+        client = client_of(bed, release, deployed=False)
 
         class Torn(Login):
             def open(self, argv):
@@ -326,14 +330,14 @@ class TestUpload:
                 channel.finish()
                 return channel
 
-        client.transport = Pct(200, Torn(proxmox))
+        client.transport = Pct(200, Torn(bed))
         with pytest.raises(NoAnswer) as caught:
             client.status()
         assert words in caught.value.cause
-        assert not proxmox["200"].path(ROOT).exists()
+        assert not bed["200"].path(ROOT).exists()
 
-    def test_nothing_is_pushed_so_a_push_that_fails_with_exit_0_is_no_matter(self, proxmox, release):
-        with proxmox.knobs(push="No space left on device"):
-            client_of(proxmox, release, deployed=False).deploy(release, selfcheck=False, on_event=quiet)
-        assert asked(proxmox) == ["exec"]
-        assert proxmox["200"].run("ls", f"{ROOT}/releases").stdout.split() == [release.id]
+    def test_nothing_is_pushed_so_a_push_that_fails_with_exit_0_is_no_matter(self, bed, release):
+        with bed.knobs(push="No space left on device"):
+            client_of(bed, release, deployed=False).deploy(release, selfcheck=False, on_event=quiet)
+        assert asked(bed) == ["exec"]
+        assert bed["200"].run("ls", f"{ROOT}/releases").stdout.split() == [release.id]

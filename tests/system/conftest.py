@@ -66,10 +66,6 @@ class Operator:
         self._followers.append(process)
         return process
 
-    def run_dir(self) -> Path:
-        """Return where the last run's directory lies for the test."""
-        return self.container.path(self.json("status")["run_dir"])
-
     def close(self) -> None:
         for process in self._followers:
             process.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 
 import pytest
 
@@ -50,13 +51,14 @@ def test_the_four_commands_verbatim(operator):
     assert following.returncode == ExitCode.OK
     assert " stopped at step" in rest.splitlines()[-1]
     assert operator.json("status")["state"] == "stopped"
-    run = operator.run_dir()
+    # One call a command; the last line of `logs --follow` is one more question for the status.
+    verbs = Counter(call[-1] for call in operator.proxmox.calls())
+    assert verbs == {"deploy": 1, "start": 1, "logs": 1, "status": 3 + 1, "stop": 1}
+    assert all(call[:3] == ["exec", operator.container.ct, "--"] for call in operator.proxmox.calls())
+    run = operator.container.path(status["run_dir"])
     assert (run / "exit.json").exists()
     spec = json.loads((run / "spec.json").read_text())
     assert (spec["host"], spec["ct"]) == ("10.1.2.6", operator.container.ct)
-    verbs = [call[-1] for call in operator.proxmox.calls()]
-    assert verbs == ["deploy", "start", "logs", "status", "status", "stop", "status", "status"]
-    assert all(call[:3] == ["exec", operator.container.ct, "--"] for call in operator.proxmox.calls())
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,7 @@ def toy_job(container, more):
     place.mkdir()
     toy.make_toy_target(place / "target")
     toy.make_toy_data(place / "data.jsonl", documents=60)
+    container.own(place)
     inside = f"{container.workspace}/toy"
     config = {**toy.toy_config(f"{inside}/target", f"{inside}/data.jsonl"), **more}
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in config.items())

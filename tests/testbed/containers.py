@@ -157,6 +157,10 @@ class Container:
         """Return where a file of the container lies for the test; what is on its tmpfs (/dev/shm) is not there."""
         return self.rootfs / inside.lstrip("/")
 
+    def own(self, path: Path) -> None:
+        """Give what a test put below `path` to the container's root, who else may read only what all may."""
+        chown_tree(path, _FIRST_MAPPED_ID if self.spec.unprivileged else 0)
+
     @property
     def running(self) -> bool:
         return "running" in self.pct("status").stdout

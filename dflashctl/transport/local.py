@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import selectors
 import subprocess
 import time
@@ -145,8 +146,13 @@ class Local:
 
     @property
     def user(self) -> str:
-        """Who runs what is opened here."""
-        return "root" if os.geteuid() == 0 else f"user {os.geteuid()}"
+        """Who runs what is opened here; an id without a name as sudoers writes it, `#1000`."""
+        if os.geteuid() == 0:
+            return "root"
+        try:
+            return pwd.getpwuid(os.geteuid()).pw_name
+        except KeyError:
+            return f"#{os.geteuid()}"
 
     def open(self, argv: Sequence[str]) -> LocalChannel:
         try:

@@ -57,7 +57,8 @@ class Pct:
 
     @property
     def _place(self) -> Place:
-        return Place(self._ct, self._hop.name, " ".join(word for word in self._pct if word != "-n"), self._hop.user)
+        host = "this machine" if self._hop.name == "local" else self._hop.name
+        return Place(self._ct, host, " ".join(word for word in self._pct if word != "-n"), self._hop.user)
 
     def open(self, argv: Sequence[str]) -> Channel:
         # --: without it pct takes the options of `argv` for its own. Never --keep-env: it would swallow the next word.

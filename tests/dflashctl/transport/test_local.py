@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import pwd
 import sys
 import time
 
@@ -80,8 +80,10 @@ def test_the_child_has_a_session_of_its_own_so_that_ctrl_c_spares_it():
     channel.close()
 
 
-def test_it_knows_whether_it_is_root():
-    assert (Local().user == "root") == (os.geteuid() == 0)
+@pytest.mark.parametrize(("uid", "user"), [(0, "root"), (1, pwd.getpwuid(1).pw_name), (987_654, "#987654")])
+def test_it_knows_who_runs_it(monkeypatch, uid, user):
+    monkeypatch.setattr("os.geteuid", lambda: uid)
+    assert Local().user == user
 
 
 @pytest.mark.parametrize("path", ["/nonexistent/python3", "/etc/passwd", "/etc/passwd/python"])

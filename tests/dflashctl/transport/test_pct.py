@@ -103,6 +103,11 @@ class TestExplain:
         error = Pct(200, memory).explain(said, silent=silent)
         return error.error if error else None
 
+    def test_the_host_that_one_sits_at_is_this_machine(self):
+        memory = host({"config 200": b""})
+        memory.name = "local"
+        assert self.explain(memory, "container '200' not running!") == "container 200 on this machine is stopped"
+
     def test_words_that_say_it_all_cost_no_call(self):
         memory = host()
         assert self.explain(memory, "sudo: a password is required") == "sudo on 10.1.2.6 wants a password for pct"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from dflashctl.agent_client import RestartRequest, StartRequest
 from dflashctl.console import ERR, OUT, harmless, one_line
@@ -22,6 +22,8 @@ from remote.protocol.errors import DflashError, ExitCode, usage_error
 from remote.protocol.layout import new_run_id
 from remote.protocol.records import Lifecycle, RunSpec, RunStatus
 
+T = TypeVar("T")
+
 NAME_LENGTH, NOTE_LENGTH = 200, 2000
 """Characters: a name is a column of a table, a note a paragraph of a card."""
 
@@ -31,11 +33,11 @@ _RETRY_PAUSES = (0.5, 1.0, 2.0, 4.0)
 _LAUNCHED = (ExitCode.CRASHED_AT_START, ExitCode.NOT_READY)
 
 
-def read_resume(session: Session, resume: str) -> Resumed:
+def read_resume(session: Session, resume: str, talk: Talk) -> Resumed:
     """Ask which checkpoint `resume` means, and say it. Raises DflashError: 3 for no such run, 7 for no checkpoint,
     2 for `@17`, which names a step and no run."""
     check_resume(resume)
-    resumed = session.client.spec(resume)
+    resumed = ask_until_answered(lambda: session.client.spec(resume), talk)
     ERR.line(harmless(f"resuming run {resumed.spec.run_id} at step {resumed.step}, checkpoint {resumed.checkpoint}"))
     return resumed
 
@@ -173,7 +175,7 @@ def make_spec(session: Session, training: Training, *, name: str, note: str, res
 def start_run(session: Session, request: StartRequest, talk: Talk, launch: Launch) -> RunStatus:
     """Start the run of `request`, or ask after it when the connection broke; return it at its first step or end."""
     try:
-        status = _ask_until_answered(session, request, talk, launch)
+        status = ask_until_answered(lambda: session.client.start(request, launch), talk)
     except DflashError as error:
         # A release from before the event `launched` tells it by its answer alone.
         if error.code in _LAUNCHED:
@@ -183,14 +185,15 @@ def start_run(session: Session, request: StartRequest, talk: Talk, launch: Launc
     return status
 
 
-def _ask_until_answered(session: Session, request: StartRequest, talk: Talk, launch: Launch) -> RunStatus:
+def ask_until_answered(ask: Callable[[], T], talk: Talk) -> T:
+    """Return what `ask` does, a query or something that carries its run id; asked again when the connection breaks off."""
     for pause in _RETRY_PAUSES:
         try:
-            return session.client.start(request, launch)
+            return ask()
         except ConnectionLost as error:
             talk.say(f"{error.error} ({error.cause}); asking again")
             time.sleep(pause)
-    return session.client.start(request, launch)
+    return ask()
 
 
 def carry_out(

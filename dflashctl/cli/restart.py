@@ -37,7 +37,7 @@ def verb(common: Common, launch: LaunchOptions, options: RestartOptions, **train
     """
     from dflashctl.agent_client import RestartRequest
     from dflashctl.console import ERR, harmless
-    from dflashctl.launch import carry_out, check_resume, make_spec, restart_line
+    from dflashctl.launch import ask_until_answered, carry_out, check_resume, make_spec, restart_line
     from dflashctl.session import Session
     from dflashctl.talk import Talk
     from dflashctl.training import resolve_training
@@ -47,7 +47,8 @@ def verb(common: Common, launch: LaunchOptions, options: RestartOptions, **train
     typed = launch.typed(training_flags)
     if launch.resume:
         check_resume(launch.resume)
-    begun = session.client.begun_with(options.run)
+    talk = Talk()
+    begun = ask_until_answered(lambda: session.client.begun_with(options.run), talk)
     old = begun.spec
     resume = old.run_id if launch.resume == LAST_RUN else launch.resume
     base = old if launch.config is None else None
@@ -55,7 +56,6 @@ def verb(common: Common, launch: LaunchOptions, options: RestartOptions, **train
         session.settings, session.remembered, session.deployed_source, typed, base, "the run that is restarted"
     )
     ERR.line(harmless(restart_line(begun, resume)))
-    talk = Talk()
     session = launch.prepared(session, training, talk)
     name = old.name if launch.name is None else launch.name
     spec = make_spec(session, training, name=name, note=launch.note, restarted_from=old.run_id)

@@ -25,11 +25,11 @@ def verb(common: Common, options: LaunchOptions, **training_flags: str | None) -
     session = Session.open(common.flags() | options.flags(), verbose=common.verbose)
     # Before any contact: what is wrong with the command line is said first.
     typed = options.typed(training_flags)
-    resumed = read_resume(session, options.resume) if options.resume else None
+    talk = Talk()
+    resumed = read_resume(session, options.resume, talk) if options.resume else None
     base = resumed.spec if resumed is not None and options.config is None else None
     tree = tree_here(session) if options.deploy else session.deployed_source
     training = resolve_training(session.settings, session.remembered, tree, typed, base)
-    talk = Talk()
     session = options.prepared(session, training, talk)
     spec = make_spec(session, training, name=options.name or "", note=options.note)
     resume = "" if resumed is None else resumed.name

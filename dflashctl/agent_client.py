@@ -6,19 +6,25 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dflashctl.answer import NO_ANSWER_HINT, Answer, NoHello, Patience, shortened
 from dflashctl.errors import NoAnswer
-from dflashctl.release import Release
-from dflashctl.results import Begun, Deployed, Releases, Resumed, RolledBack, Runs, Started, Stopped, parse
+from dflashctl.lazy import lazily
 from dflashctl.transport import EXPLANATION_SECONDS, Channel, Transport
 from dflashctl.transport.bounded import within as bounded
 from dflashctl.transport.explain import old_python
 from remote.protocol.codec import plain
 from remote.protocol.frames import Kind, json_frame, new_nonce
 from remote.protocol.loader import LOADER
-from remote.protocol.records import RunSpec, RunStatus
+
+if TYPE_CHECKING:
+    from dflashctl import results
+    from dflashctl.release import Release
+    from dflashctl.results import Begun, Deployed, Releases, Resumed, RolledBack, Stopped
+    from remote.protocol.records import RunSpec, RunStatus
+else:
+    results = lazily("dflashctl.results")
 
 SILENCE = 10.0
 """Seconds without a byte after which the far end counts as gone: five heartbeats."""
@@ -72,7 +78,10 @@ class RestartRequest(StartRequest):
 
 
 class AgentClient:
-    """Typed access to one destination's agent. `calls` counts remote calls: a short verb makes one."""
+    """Typed access to one destination's agent. `calls` counts remote calls: a short verb makes one.
+
+    `meanwhile` is called once a request is out: the far end needs 0.1 s and more to its first word.
+    """
 
     def __init__(
         self,
@@ -84,9 +93,11 @@ class AgentClient:
         pyz: Callable[[], bytes],
         silence: float = SILENCE,
         trace: Callable[[str], None] = lambda text: None,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         self.calls = 0
         self._trace = trace
+        self._meanwhile = meanwhile
         self.transport = transport
         self.root = root
         self._python = python
@@ -137,6 +148,7 @@ class AgentClient:
             answer.send(json_frame(nonce, Kind.REQUEST, {"root": self.root, **request}).encode(), patience.left())
             if not more:
                 answer.end()
+            self._meanwhile()
             answer.expect_hello()
         except BaseException:
             channel.close()
@@ -185,44 +197,44 @@ class AgentClient:
                     answer.end()
                 elif isinstance(item, dict):
                     on_event(item)
-            return parse(Deployed, answer.result)
+            return results.parse(results.Deployed, answer.result)
 
     def start(self, request: StartRequest, on_event: OnEvent) -> RunStatus:
         """Start or restart a run, or ask after it when it was launched already; return at its first step or its end."""
         with self.call(request.verb, request.body(self._python)) as answer:
-            return parse(Started, answer.drain(on_event)).status
+            return results.parse(results.Started, answer.drain(on_event)).status
 
     def begun_with(self, run: str) -> Begun:
         """Return what a run ("" for the live or last one) was started with, and its state."""
         with self.call("spec", {"run": run}) as answer:
-            return parse(Begun, answer.drain())
+            return results.parse(results.Begun, answer.drain())
 
     def spec(self, resume: str) -> Resumed:
         """Return the checkpoint that `resume` ("last", RUN or RUN@STEP) means and what its run was started with."""
         with self.call("spec", {"resume": resume}) as answer:
-            return parse(Resumed, answer.drain())
+            return results.parse(results.Resumed, answer.drain())
 
     def stop(self, run: str, *, now: bool, grace: float, by: str, on_event: OnEvent) -> Stopped:
         """Stop a run ("" for the live one) and wait until nothing of it lives."""
         with self.call("stop", {"run": run, "now": now, "grace": grace, "by": by}) as answer:
-            return parse(Stopped, answer.drain(on_event))
+            return results.parse(results.Stopped, answer.drain(on_event))
 
     def status(self, run: str = "") -> RunStatus:
         """Return the state of a run; of the live or last one for ""."""
         with self.call("status", {"run": run}, within=STATUS_SECONDS) as answer:
-            return parse(RunStatus, answer.drain())
+            return results.parse(results.RunStatus, answer.drain())
 
     def runs(self, limit: int) -> tuple[RunStatus, ...]:
         """Return at most `limit` runs, newest first."""
         with self.call("runs", {"limit": limit}) as answer:
-            return parse(Runs, answer.drain()).runs
+            return results.parse(results.Runs, answer.drain()).runs
 
     def releases(self) -> Releases:
         """Return the releases over there and which is current."""
         with self.call("releases", {}) as answer:
-            return parse(Releases, answer.drain())
+            return results.parse(results.Releases, answer.drain())
 
     def rollback(self, to: str) -> RolledBack:
         """Make release `to` current ("" for the one before the current one)."""
         with self.call("rollback", {"to": to}) as answer:
-            return parse(RolledBack, answer.drain())
+            return results.parse(results.RolledBack, answer.drain())

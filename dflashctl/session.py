@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import getpass
+import importlib
 import importlib.util
 import os
 import platform
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dflashctl.agent_client import AgentClient
 from dflashctl.console import ERR, harmless
@@ -21,7 +23,9 @@ from dflashctl.settings import Settings, find_project_file, resolve, with_destin
 from dflashctl.source import Source, find_source, is_source
 from dflashctl.transport import Transport, make_transport
 from remote.protocol.errors import DflashError
-from remote.protocol.records import RunStatus
+
+if TYPE_CHECKING:
+    from remote.protocol.records import RunStatus
 
 SYSTEM_PYTHON = "/usr/bin/python3"
 
@@ -42,6 +46,12 @@ def operator() -> str:
         # A user id without an entry in passwd, as containers have them; which of the two depends on Python's version.
         user = "unknown"
     return f"{user}@{platform.node()}"
+
+
+def _prepare_to_show() -> None:
+    """Import what answers are read and shown with, in the time that the far end takes to answer: 30 ms."""
+    importlib.import_module("dflashctl.results").parse  # noqa: B018  # a lazy module is there with its first attribute
+    importlib.import_module("dflashctl.views")
 
 
 @dataclass(frozen=True)
@@ -126,6 +136,7 @@ class Session:
             release=self.release,
             pyz=self._build_pyz,
             trace=self._trace,
+            meanwhile=_prepare_to_show,
         )
 
     def _trace(self, text: str) -> None:

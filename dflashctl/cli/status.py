@@ -22,13 +22,15 @@ def verb(
     Exits with 0 whenever the far end answered, whatever the state.
     """
     from dflashctl.session import Session
-    from dflashctl.views import status_lines
 
     session = Session.open(common.flags(), verbose=common.verbose)
     status = session.here(session.client.status(run))
     if common.as_json:
         OUT.line(dumps(dataclasses.asdict(status)))
         return 0
+    # Imported by now, while the far end looked: see Session.client.
+    from dflashctl.views import status_lines
+
     for line in status_lines(status, session.label, OUT):
         OUT.line(line)
     return 0

@@ -39,6 +39,7 @@ class Reporter:
         self._first_step = first_step
         self._started = time.monotonic()
         self._last = self._started
+        self._seconds: dict[int, float] = {}
 
     def begin(self) -> None:
         """Start the clock of the first step."""
@@ -51,8 +52,17 @@ class Reporter:
         yield
         self._last += time.monotonic() - began
 
-    def step(self, figures: StepFigures, traffic: StepTraffic) -> None:
+    def trained(self, step: int) -> None:
+        """Take the time of a step when its work is handed to the device, which every step does alike.
+
+        Its figures come one step later, but those of the last one, or before a checkpoint, right behind its predecessor's.
+        """
         now = time.monotonic()
+        self._seconds[step] = now - self._last
+        self._last = now
+
+    def step(self, figures: StepFigures, traffic: StepTraffic) -> None:
+        """Report a step that was `trained`."""
         done = figures.step - self._first_step + 1
         left = self._total_steps - figures.step
         self._telemetry.emit(
@@ -68,12 +78,11 @@ class Reporter:
                 lr=traffic.lr,
                 grad_norm=figures.grad_norm,
                 tokens=traffic.tokens,
-                tokens_per_second=traffic.tokens / max(now - self._last, 1e-9),
-                eta_seconds=(now - self._started) / done * left,
+                tokens_per_second=traffic.tokens / max(self._seconds.pop(figures.step), 1e-9),
+                eta_seconds=(time.monotonic() - self._started) / done * left,
                 applied=not figures.skipped,
             )
         )
-        self._last = now
         for kind, message in step_alarms(figures):
             self.alarm(kind, message, figures.step)
 

@@ -217,6 +217,8 @@ class DrafterSession:
 
     def report(self, step: int, sums: StepSums, outcome: StepOutcome) -> bool:
         """Report the figures that are due; True when the drafters have agreed to stop. Raises DflashError on NaN."""
+        if self.desk is not None:
+            self.desk.reporter.trained(step)
         stops = [self._report_one(figures) for figures in self.figures.push(step, sums, outcome)]
         return any(stops)
 

@@ -23,7 +23,8 @@ def step(drafter, states, blocks, device, dtype, autocast=False):
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         sums = drafter_forward(drafter, embed, head, states, blocks.to(device), num_target_layer_ids=3, chunk_rows=9)
     sums.loss_sum.backward()
-    gradients = {name: parameter.grad.cpu().double() for name, parameter in drafter.named_parameters()}
+    # Cloned: where there is nothing to convert it would be the gradient itself, which moves with the drafter.
+    gradients = {name: parameter.grad.clone().cpu().double() for name, parameter in drafter.named_parameters()}
     return sums.loss_sum.detach().cpu().double(), sums.metrics.cpu(), gradients
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 import time
 from pathlib import Path
 
@@ -190,6 +191,15 @@ def test_a_host_without_pct(bed, release, shell):
         assert failure_of(client).error == f"{HOST} has no pct: it is not a Proxmox host"
     finally:
         bed.machine.run("mv", "/usr/sbin/pct.away", "/usr/sbin/pct")
+
+
+def test_the_command_line_on_the_host_itself(bed, tmp_path):
+    settings = [f"DFLASHCTL_HOME={tmp_path}", f"PYTHONPATH={Path(__file__).parents[3]}"]
+    command = ["env", *settings, sys.executable, "-m", "dflashctl", "status", "--host", "local", "--ct"]
+    assert "no run yet on container 200 on local" in bed.machine.run(*command, "200", cwd="/").stdout
+    stopped = bed.machine.run(*command, "202", cwd="/", check=False)
+    assert stopped.returncode == ExitCode.NO_ANSWER
+    assert "error: container 202 on this machine is stopped" in stopped.stderr
 
 
 def test_a_container_that_is_stopped_under_a_verb_is_named(bed, release):

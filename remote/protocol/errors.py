@@ -72,18 +72,24 @@ class DflashError(Exception):
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> DflashError:
         """Rebuild an error from an `error` frame; unknown codes of a newer far end become FAILED."""
+        error = cls._single(data)
+        listed = data.get("problems")
+        parts = cast("list[Any]", listed) if isinstance(listed, list) else []
+        # One level: nothing sums up sums, and a hostile far end could nest them beyond Python's recursion limit.
+        error.problems = tuple(cls._single(cast("dict[str, Any]", part)) for part in parts if isinstance(part, dict))
+        return error
+
+    @classmethod
+    def _single(cls, data: dict[str, Any]) -> DflashError:
         code = data.get("code")
         # The far end may be newer than we are.
         known = isinstance(code, int) and code in {int(member) for member in ExitCode}
-        listed = data.get("problems")
-        parts = cast("list[Any]", listed) if isinstance(listed, list) else []
         return cls(
             str(data.get("error", "unknown error")),
             cause=str(data.get("cause", "")),
             hint=str(data.get("hint", "")),
             code=ExitCode(code) if known else ExitCode.FAILED,
             detail=str(data.get("detail", "")),
-            problems=[cls.from_json(cast("dict[str, Any]", part)) for part in parts if isinstance(part, dict)],
         )
 
 

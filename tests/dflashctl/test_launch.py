@@ -11,10 +11,18 @@ from farend import HELLO, far_end
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflashctl.agent_client import AgentClient, StartRequest
+from dflashctl.agent_client import AgentClient, RestartRequest, StartRequest
 from dflashctl.errors import ConnectionLost
-from dflashctl.launch import Launch, judge_started, make_spec, show_started, start_run
-from dflashctl.results import Resumed
+from dflashctl.launch import (
+    Launch,
+    ask_until_answered,
+    judge_started,
+    make_spec,
+    restart_line,
+    show_started,
+    start_run,
+)
+from dflashctl.results import Begun, Resumed
 from dflashctl.session import Session
 from dflashctl.talk import Talk
 from dflashctl.training import Training
@@ -150,6 +158,71 @@ def test_the_launch_is_told_once_however_often_it_is_heard(session, capsys):
     assert "preflight" in said
     assert "leader: launched" in said
     assert session.store.get("local", "") is None
+
+
+def test_a_restart_that_breaks_off_is_asked_again_as_the_same_restart(session, capsys):
+    far, plain_request = Far(session, 2), request_for(session)
+    spec = dataclasses.replace(plain_request.spec, restarted_from="20260101-000000-abcdef")
+    request = RestartRequest(spec, 5.0, run="20260101-000000-abcdef", now=True, grace=7.0)
+    assert launch(session, request).run_id == spec.run_id
+    assert far.requests[0] == far.requests[2]
+    sent = far.requests[0]
+    assert {key: sent[key] for key in ("run", "now", "grace", "by")} == {
+        "run": spec.restarted_from, "now": True, "grace": 7.0, "by": spec.by,
+    }  # fmt: skip
+    assert f"in the place of {spec.restarted_from}" in capsys.readouterr().err
+
+
+def test_a_query_that_breaks_off_is_asked_again(session):
+    answers = [ConnectionLost("lost"), ConnectionLost("lost"), 5]
+
+    def ask():
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert ask_until_answered(ask, Talk()) == 5
+
+
+@pytest.mark.parametrize(
+    ("state", "resume", "words"),
+    [
+        ("running", "", "restarting run R (running), fresh"),
+        ("orphaned", "R", "restarting run R (orphaned), from the checkpoint that its stop writes"),
+        ("running", "Q@7", "restarting run R (running), from the checkpoint Q@7"),
+        (
+            "stopped",
+            "",
+            "run R does not live (stopped), nothing of it has to stop: starting with its configuration, fresh",
+        ),
+        ("lost", "R", "from its last checkpoint"),
+        ("a state of the future", "", "restarting run R (a state of the future), fresh"),
+    ],
+)
+def test_the_first_line_of_a_restart_says_where_it_begins(state, resume, words):
+    assert restart_line(Begun(RunSpec("R", (), {}, ()), state), resume).endswith(words)
+
+
+def test_what_was_heard_of_the_old_run_is_not_told_of_the_new_one(session, capsys):
+    spec = request_for(session).spec
+    talk = Talk()
+    heard = Launch(session, RestartRequest(spec, 5.0, run="R"), talk)
+    heard.say_untouched()
+    assert "refused before anything was stopped" in capsys.readouterr().err
+    stopping = ev.Phase(time=0.0, role="agent", phase="stopping", detail="R")
+    profile = ev.PipelineProfile(
+        time=0.0, interval=1, target_tokens_per_second=1, drafter_tokens_per_second=1, tokens_per_second=1,
+        target_wait=0.03, drafter_wait=0.4, ring_bytes=0, ring_capacity=1, padding=0, limits="targets",
+    )  # fmt: skip
+    for event in (stopping, profile):
+        heard({"kind": event.kind, **plain(event)})
+    assert "the restart goes on over there: run R is stopped" in heard.farewell()
+    heard.say_untouched()
+    assert "refused" not in capsys.readouterr().err
+    heard({"kind": stopping.kind, **plain(dataclasses.replace(stopping, phase="launched"))})
+    assert talk.latest == {}
+    assert heard.farewell().startswith("detached; the run goes on")
 
 
 @given(st.text(), st.text())

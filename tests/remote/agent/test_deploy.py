@@ -7,6 +7,7 @@ import io
 import os
 import tarfile
 import threading
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -288,7 +289,17 @@ def test_the_manifest_text_is_what_sha256sum_checks(far):
     manifest = {
         str(path.relative_to(directory)): path
         for path in directory.rglob("*")
-        if path.is_file() and path.name != "MANIFEST"
+        if path.is_file() and path.name != "MANIFEST" and path.suffix != ".pyc"
     }
     digests = manifest_of({name: path.read_bytes() for name, path in manifest.items()})
     assert (directory / "MANIFEST").read_text() == manifest_text(digests)
+
+
+def test_the_agent_of_a_release_lies_there_compiled(far):
+    directory = far.root.release(far.release)
+    sources = set((directory / "remote").rglob("*.py"))
+    assert sources
+    assert {cache_from_source(str(path)) for path in sources} == {str(path) for path in directory.rglob("*.pyc")}
+    # A traceback names the file as it lies, not where it was unpacked.
+    code = (directory / "remote/protocol/__pycache__").joinpath(Path(cache_from_source("codec.py")).name).read_bytes()
+    assert f"/releases/{far.release}/remote/protocol/codec.py".encode() in code

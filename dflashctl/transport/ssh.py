@@ -144,7 +144,7 @@ class Ssh:
     def examine(self) -> Iterator[Finding]:
         """Look at the connection and at the host key of each hop."""
         # Not at the top of the module: it imports paramiko.
-        from dflashctl.transport.sshlink import HostKeyRefused
+        from dflashctl.transport.sshsentences import HostKeyRefused
 
         try:
             with self._lock:

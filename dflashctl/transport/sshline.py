@@ -18,7 +18,7 @@ from dflashctl.transport.bounded import within
 from dflashctl.transport.sshconfig import Hop, expand
 
 _PROXY_WORDS = 500
-_PROXY_PATIENCE = 0.5
+_PROXY_PATIENCE = 1.0
 """Seconds a proxy command gets to end by itself once its connection is closed."""
 
 
@@ -100,6 +100,13 @@ class ProxyLine(Line):
         self._is_over = False
         # paramiko's thread closes the line as well as ours.
         self._lock = threading.Lock()
+
+    def send(self, data: bytes) -> int:
+        try:
+            return super().send(data)
+        except ConnectionError:
+            self._is_over = True
+            raise
 
     def recv(self, size: int) -> bytes:
         data = super().recv(size)

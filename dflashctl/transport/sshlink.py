@@ -14,17 +14,14 @@ from typing import Any
 
 import fabric  # pyright: ignore[reportMissingTypeStubs]
 import paramiko
-from paramiko.ssh_exception import ChannelException, IncompatiblePeer
+from paramiko.ssh_exception import ChannelException
 
 from dflashctl.errors import NoAnswer
 from dflashctl.transport.bounded import within
 from dflashctl.transport.knownhosts import (
-    Changed,
     Entry,
     HostKey,
-    Revoked,
     Trusted,
-    Unknown,
     Verdict,
     judge,
     preferred_algorithms,
@@ -35,16 +32,14 @@ from dflashctl.transport.sshchannel import LOST
 from dflashctl.transport.sshconfig import Hop
 from dflashctl.transport.sshkeys import KeyLogin
 from dflashctl.transport.sshline import Line, Patience, dial
+from dflashctl.transport.sshsentences import lost, no_handshake, refused
+from remote.protocol.errors import DflashError
 
 # 60 MB/s and more need the ciphers that come with their own checksum, and windows that outlast a round trip.
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
 _WINDOW = 4 << 20
 _PACKET = 1 << 15
 _CLOSE_PATIENCE = 1.0
-
-
-class HostKeyRefused(NoAnswer):
-    """A hop showed a key that known_hosts does not vouch for."""
 
 
 class _KeySeen(Exception):
@@ -111,18 +106,20 @@ class Link:
                 cause=error.text,
                 hint="raise MaxSessions in its sshd_config, or wait until another command of this client has ended",
             ) from error
-        except LOST as error:
-            raise self._lost(hop, error, "while a session was opened") from error
+        except Exception as error:
+            raise lost(hop, error, "while a session was opened") from error
 
         def too_slow() -> None:
-            raise self._lost(hop, TimeoutError(), "while a command was started")
+            raise lost(hop, TimeoutError(), "while a command was started")
 
         try:
             # exec_command waits for its answer without bound; whatever waits here ends when the link is closed.
             within(hop.timeout, lambda: channel.exec_command(command), too_slow)
-        except LOST as error:
+        except DflashError:
+            raise
+        except Exception as error:
             if not self.is_alive:
-                raise self._lost(hop, error, "while a command was started") from error
+                raise lost(hop, error, "while a command was started") from error
             raise NoAnswer(
                 f"{hop.label} lets {hop.user} in but runs no command",
                 cause=str(error) or "it refused the request",
@@ -145,7 +142,8 @@ class Link:
         self.patience.seconds = _CLOSE_PATIENCE
         # fabric leaves gateways open.
         while self._connections:
-            _end(self._connections.pop(), self._lines.pop())
+            _end(self._connections.pop())
+            self._lines.pop().close()
 
     def _transport(self, index: int) -> paramiko.Transport:
         return self._connections[index].transport
@@ -154,22 +152,20 @@ class Link:
         self.patience.seconds = hop.timeout
         line = self._line(hop)
         began = time.monotonic()
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(line.close)
             connection = _connection(hop, line, check)
-        except BaseException:
-            line.close()
-            raise
-        try:
-            connection.open()
-        except LOST as error:
-            transport: paramiko.Transport | None = connection.client.get_transport()
-            version, seconds = transport.remote_version if transport else "", time.monotonic() - began
-            trouble = line.trouble()
-            _end(connection, line)
-            raise _no_handshake(hop, error, version, seconds, trouble) from error
-        except BaseException:
-            _end(connection, line)
-            raise
+            on_failure.callback(_end, connection)
+            try:
+                connection.open()
+            except (DflashError, _KeySeen):
+                raise
+            # Whatever paramiko's thread stumbled over is raised here: a garbled byte may be a ValueError or an InvalidTag.
+            except Exception as error:
+                transport: paramiko.Transport | None = connection.client.get_transport()
+                version, seconds = transport.remote_version if transport else "", time.monotonic() - began
+                raise no_handshake(hop, error, version, seconds, line.trouble()) from error
+            on_failure.pop_all()
         return connection, line
 
     def _line(self, hop: Hop) -> Line:
@@ -186,22 +182,9 @@ class Link:
                 cause=error.text.lower(),
                 hint="check that address as seen from there, and AllowTcpForwarding in the sshd_config of the gateway",
             ) from error
-        except LOST as error:
-            raise self._lost(gateway, error, f"while it connected to {hop.place}") from error
+        except Exception as error:
+            raise lost(gateway, error, f"while it connected to {hop.place}") from error
         return Line(channel, self.patience)
-
-    def _lost(self, hop: Hop, error: Exception, when: str) -> NoAnswer:
-        if isinstance(error, TimeoutError) or "imeout" in str(error):
-            return NoAnswer(
-                f"{hop.label} fell silent",
-                cause=f"no answer within {hop.timeout:.0f} s, {when}",
-                hint="its sshd hangs, or the network between is gone; try again",
-            )
-        return NoAnswer(
-            f"the connection to {hop.label} broke off",
-            cause=f"{str(error) or 'it ended without a word'}, {when}",
-            hint="try again; what runs over there goes on",
-        )
 
 
 def silence_paramiko() -> None:
@@ -267,7 +250,7 @@ class _Policy(paramiko.MissingHostKeyPolicy):
         self._check(HostKey(key.get_name(), key.asbytes()))
 
 
-def _end(connection: Any, line: Line) -> None:
+def _end(connection: Any) -> None:
     transport: paramiko.Transport | None = connection.client.get_transport()
     if transport is not None:
         # Its timer for the handshake is no daemon: the process would wait for it at its end.
@@ -275,64 +258,3 @@ def _end(connection: Any, line: Line) -> None:
         packetizer.complete_handshake()
     with contextlib.suppress(*LOST):
         connection.client.close()
-    line.close()
-
-
-def refused(hop: Hop, key: HostKey, verdict: Verdict, destination: str) -> HostKeyRefused:
-    """Return the sentence for a key that is unknown, changed or revoked. `destination`: as the operator typed it."""
-    trust = f"dflashctl hosts trust --host {destination}"
-    if isinstance(verdict, Revoked):
-        return HostKeyRefused(
-            f"the host key of {hop.label} is revoked",
-            cause=f"it showed {key}, which {verdict.place} forbids",
-            hint="do not connect: somebody else may have this key; the machine needs a new one",
-        )
-    if isinstance(verdict, Changed):
-        old = ", ".join(f"{entry.key} in {entry.place}" for entry in verdict.entries)
-        return HostKeyRefused(
-            f"the host key of {hop.label} has changed",
-            cause=f"it showed {key}, but known is {old}: another machine, or one that was installed anew",
-            hint=f"if it was, compare the fingerprint with the one there, then run `{trust} --replace`",
-        )
-    cause = f"it showed {key}"
-    if isinstance(verdict, Unknown) and verdict.authority is not None:
-        cause += f"; {verdict.authority.place} trusts a certificate authority for it, which dflashctl cannot check"
-    return HostKeyRefused(
-        f"the host key of {hop.label} is not known",
-        cause=cause,
-        hint=f"compare it with `ssh-keygen -lf /etc/ssh/ssh_host_{key.name.lower()}_key.pub` there, then run `{trust}`",
-    )
-
-
-def _no_handshake(hop: Hop, error: Exception, version: str, seconds: float, trouble: str) -> NoAnswer:
-    """Return the sentence for a connection that was made and on which no ssh came about."""
-    if trouble:
-        return NoAnswer(
-            f"the ProxyCommand for {hop.label} failed",
-            cause=trouble,
-            hint="try `ssh` by hand with the same destination",
-        )
-    if isinstance(error, IncompatiblePeer):
-        return NoAnswer(
-            f"{hop.label} and dflashctl have no algorithm in common",
-            cause=str(error),
-            hint="its sshd is older than 2016 or configured narrowly; see Ciphers, KexAlgorithms and HostKeyAlgorithms there",
-        )
-    if seconds >= hop.timeout - 0.2:
-        what = "said nothing" if not version else f"({version}) fell silent while keys were agreed"
-        return NoAnswer(
-            f"{hop.label} accepts connections but does not answer",
-            cause=f"it {what} for {hop.timeout:.0f} s",
-            hint="its sshd hangs, or another program listens on that port",
-        )
-    if version:
-        return NoAnswer(
-            f"{hop.label} closed the connection while keys were agreed",
-            cause=str(error) or "it ended without a word",
-            hint="see its log (`journalctl -u ssh`): sshd says there why",
-        )
-    return NoAnswer(
-        f"what listens on {hop.label} speaks no ssh",
-        cause=str(error).removeprefix("Error reading SSH protocol banner") or "it closed the connection at once",
-        hint="check the port (--host HOST:PORT); a busy sshd (MaxStartups) drops connections like this too",
-    )

@@ -9,7 +9,8 @@ from typing import Any
 from dflashctl.errors import NoAnswer
 from dflashctl.transport.knownhosts import Changed, Entry, HostKey, Revoked, Trusted, Verdict, learn
 from dflashctl.transport.sshconfig import Hop, behind_host, resolve
-from dflashctl.transport.sshlink import Link, look_up, refused
+from dflashctl.transport.sshlink import Link, look_up
+from dflashctl.transport.sshsentences import refused
 from remote.protocol.errors import usage_error
 
 

@@ -1,18 +1,31 @@
-"""A relay on loopback that lets so many bytes of a server through and then freezes or cuts the connection."""
+"""A relay on loopback that lets so many bytes of a server through and then freezes, cuts or garbles the connection."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+from collections.abc import Mapping
 
 
 class Relay:
-    """Listens on `port` and passes connections on to `target`. `limit`: bytes from the server, None for all of them."""
+    """Listens on `port` and passes connections on to `target`. `limit`: bytes from the server, None for all of them.
 
-    def __init__(self, target: int, *, limit: int | None = None, cut: bool = False, address: str = "127.0.0.1") -> None:
+    `garble`: the bit to flip in the server's byte of each number.
+    """
+
+    def __init__(
+        self,
+        target: int,
+        *,
+        limit: int | None = None,
+        cut: bool = False,
+        garble: Mapping[int, int] | None = None,
+        address: str = "127.0.0.1",
+    ) -> None:
         self.limit = limit
         self.cut = cut
+        self.garble = dict(garble or {})
         self.passed = 0
         self.connections = 0
         self._target = target
@@ -42,6 +55,8 @@ class Relay:
             while data := source.recv(1 << 16):
                 if counted and self.limit is not None:
                     data = data[: max(self.limit - self.passed, 0)]
+                if counted and self.garble:
+                    data = bytes(byte ^ self.garble.get(self.passed + i, 0) for i, byte in enumerate(data))
                 sink.sendall(data)
                 if counted:
                     self.passed += len(data)

@@ -201,7 +201,7 @@ NASTY = [
 DUMP = "import sys, json; json.dump([a.encode('utf-8', 'surrogateescape').hex() for a in sys.argv[1:]], sys.stdout)"
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arguments=st.lists(st.sampled_from(NASTY), max_size=4) | ARGUMENTS)
 def test_any_argv_arrives_unchanged(ssh, arguments):
     channel = ssh.open([sys.executable, "-IS", "-c", DUMP, *arguments])

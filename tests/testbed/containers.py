@@ -128,7 +128,7 @@ class Container:
         self._state = state
         self._enter = enter
         self._pct = (*enter, "/usr/sbin/pct")
-        self._binds = 0
+        self._bound: list[Path] = []
 
     def pct(self, command: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Call pct as the testbed's own."""
@@ -187,17 +187,36 @@ class Container:
 
     def bind(self, source: Path, inside: str) -> None:
         """Bind a directory of this machine read-only, from the next start on; its parents may be closed to others."""
-        self._binds += 1
-        aside = self._state / "source" / f"{self.ct}-{self._binds}"
+        aside = self._state / "source" / f"{self.ct}-{len(self._bound)}"
         aside.mkdir()
         self._call([*self._enter, "mount", "--bind", str(source), str(aside)], check=True)
-        with (self._state / "lxc" / self.ct / "config").open("a") as config:
-            config.write(f"lxc.mount.entry = {aside} {inside.lstrip('/')} none ro,bind,create=dir 0 0\n")
+        self._bound.append(aside)
+        with self._configuration.open("a") as configuration:
+            configuration.write(f"lxc.mount.entry = {aside} {inside.lstrip('/')} none ro,bind,create=dir 0 0\n")
+
+    @property
+    def _configuration(self) -> Path:
+        return self._state / "lxc" / self.ct / "config"
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether a test gave it something that a restart would keep."""
+        return bool(self._bound)
+
+    def _unbind(self) -> None:
+        lines = self._configuration.read_text().splitlines(keepends=True)
+        self._configuration.write_text("".join(line for line in lines if f"/source/{self.ct}-" not in line))
+        for aside in self._bound:
+            self._call([*self._enter, "umount", str(aside)], check=True)
+            aside.rmdir()
+        self._bound.clear()
 
     def clean(self) -> None:
         """Bring back the state of before: as started as it was, everything that ran in it ended, its files removed."""
         if self.running:
             self.stop()
+        if self._bound:
+            self._unbind()
         for folder in ("workspace", "tmp", "root", "opt/dflashctl", "var/tmp"):
             for path in self.path(folder).glob("*") if self.path(folder).is_dir() else ():
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -17,6 +17,7 @@ from testbed.sshd import Sshd
 HOST = "10.1.2.6"
 """The address that the README types; the configuration below leads it to loopback."""
 
+_LOOKING = ("config", "list", "status")
 _SSH_CONFIGURATION = """\
 Host {host}
     HostName {address}
@@ -145,9 +146,10 @@ class Proxmox:
         # Unlocked before they are stopped.
         for ct, spec in SPECS.items():
             self._configure(ct, lock=spec.lock)
-        asked = [call for call in self.calls() if call and call[0] not in ("config", "list", "status")]
-        for ct in {word for call in asked for word in call} & set(self.containers):
-            self.containers[ct].clean()
+        asked = {word for call in self.calls() if call and call[0] not in _LOOKING for word in call}
+        for ct, container in self.containers.items():
+            if ct in asked or container.is_changed:
+                container.clean()
         self.set_knobs()
         self._forget_calls()
         self.trust()

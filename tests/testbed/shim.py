@@ -52,8 +52,14 @@ class Directory(Container):
     thaw = freeze
 
     def bind(self, source: Path, inside: str) -> None:
-        self.path(inside).parent.mkdir(parents=True, exist_ok=True)
-        self.path(inside).symlink_to(source)
+        link = self.path(inside)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(source)
+        self._bound.append(link)
+
+    def _unbind(self) -> None:
+        while self._bound:
+            self._bound.pop().unlink()
 
 
 class ShimProxmox(Proxmox):

@@ -96,3 +96,12 @@ def test_push_and_pull_stay_below_the_directory(shim):
     assert shim["200"].path("/workspace/it").read_bytes() == b"\0\xff"
     assert shim.pct("pull", "200", "/workspace/it", f"{source}.back").returncode == 0
     assert (shim.state / "pushed.back").read_bytes() == b"\0\xff"
+
+
+def test_a_directory_of_this_machine_is_there_until_the_reset(shim, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    shim["200"].bind(tmp_path, "/opt/model")
+    assert shim.ssh("/usr/sbin/pct exec 200 -- cat opt/model/config.json").stdout == "{}"
+    shim.reset()
+    assert "No such file" in shim.ssh("/usr/sbin/pct exec 200 -- cat opt/model/config.json").stderr
+    assert (tmp_path / "config.json").exists()

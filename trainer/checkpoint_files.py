@@ -83,12 +83,9 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 def check_resumable(state: TrainerState, config: TrainConfig, *, fingerprint: str, total_steps: int) -> None:
     """Raise a preflight error when a run with this configuration and data would not continue the checkpoint's run."""
-    now = config.to_dict()
-    differences = [
-        f"{key}: {state.config.get(key)!r} then, {now[key]!r} now"
-        for key in _BINDING
-        if state.config.get(key) != now[key]
-    ]
+    # A key that the checkpoint's version did not know had its default's effect then: new keys must not orphan old checkpoints.
+    then, now = TrainConfig().to_dict() | state.config, config.to_dict()
+    differences = [f"{key}: {then[key]!r} then, {now[key]!r} now" for key in _BINDING if then[key] != now[key]]
     if state.data_fingerprint != fingerprint:
         differences.append("the training data is another set")
     if differences:

@@ -312,6 +312,17 @@ def test_what_computes_other_numbers_may_not(key: str, value: Any) -> None:
     assert f"{key}: " in caught.value.cause
 
 
+def test_a_checkpoint_from_before_a_key_goes_on_with_its_default() -> None:
+    old = state(3)
+    known = {key: value for key, value in old.config.items() if key not in ("loss_vocab_extra", "gamma")}
+    old = dataclasses.replace(old, config=known)
+    check_resumable(old, CONFIG, fingerprint="abc", total_steps=100)
+    changed = dataclasses.replace(CONFIG, loss_vocab_extra=7)
+    with pytest.raises(DflashError, match="another configuration") as caught:
+        check_resumable(old, changed, fingerprint="abc", total_steps=100)
+    assert caught.value.cause == "loss_vocab_extra: -1 then, 7 now"
+
+
 def test_every_key_is_known_to_be_binding_or_free() -> None:
     """A key that is added has to be thought about: silently free would let a resumed run compute other numbers."""
     from trainer.checkpoint_files import _BINDING

@@ -139,6 +139,9 @@ def _keep_as_it_is(parameter: Any) -> None:
     wanted = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
 
     def process_value(ctx: Any, value: Any) -> Any:
+        # A callback acts on what was given: without this `--help` would show nothing, and run the verb.
+        if value and parameter.callback is not None:
+            return convert(ctx, value)
         return value if value is None or type(value) is wanted else convert(ctx, value)
 
     parameter.process_value = process_value

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dflashctl.answer import NO_ANSWER_HINT, Answer, NoHello, Patience, shortened
-from dflashctl.errors import NoAnswer
+from dflashctl.errors import ConnectionLost, NoAnswer
 from dflashctl.lazy import lazily
 from dflashctl.transport import EXPLANATION_SECONDS, Channel, Transport
 from dflashctl.transport.bounded import within as bounded
@@ -37,6 +37,9 @@ _OVERTIME_SECONDS = 0.5
 
 _CLOSING_SECONDS = 1.0
 """What is kept of that for giving the channel back."""
+
+_NOT_TWICE = frozenset({"rollback"})
+"""Verbs that do another thing when they are asked again; start carries its own run id, the others find their work done."""
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -118,9 +121,10 @@ class AgentClient:
             try:
                 return self._open(verb, request, more, patience, loaded=False)
             except NoHello as failure:
-                # A hop that knows why would only say the same again, for the price of one more call.
-                self._raise_known(failure)
-                # Asking again is safe: without a hello the request was never looked at, and start carries its own run id.
+                # A hop that knows why would only say the same again, for the price of one more call. But a connection
+                # that broke off may come back; then the first request may have been read, its answer being what was lost.
+                if not isinstance(failure.known, ConnectionLost) or verb in _NOT_TWICE:
+                    self._raise_known(failure)
         try:
             return self._open(verb, request, more, patience, loaded=True)
         except NoHello as failure:
@@ -236,5 +240,9 @@ class AgentClient:
 
     def rollback(self, to: str) -> RolledBack:
         """Make release `to` current ("" for the one before the current one)."""
-        with self.call("rollback", {"to": to}) as answer:
-            return results.parse(results.RolledBack, answer.drain())
+        try:
+            with self.call("rollback", {"to": to}) as answer:
+                return results.parse(results.RolledBack, answer.drain())
+        except ConnectionLost as error:
+            hint = "it may have been done: `dflashctl releases` shows which one is current, --to RELEASE names one"
+            raise ConnectionLost(error.error, cause=error.cause, hint=hint) from error

@@ -14,7 +14,7 @@ from typing import Any
 
 from dflashctl.errors import ConnectionLost, NoAnswer
 from dflashctl.transport import Channel, ChannelClosed, Silence, Transport
-from dflashctl.transport.explain import python_spoke
+from dflashctl.transport.explain import broke_off, python_spoke
 from remote.protocol.errors import DflashError
 from remote.protocol.frames import MAX_DATA, Frame, FrameError, FrameParser, Kind
 
@@ -191,7 +191,10 @@ class Answer:
         """Return what the hops know of why there is no answer, or no more of it."""
         words = self._words()
         # A Python that spoke proves that every hop is well: asking them would cost a call and find noise at best.
-        return None if python_spoke(words) and not silent else self._transport.explain(words, silent=silent)
+        if python_spoke(words) and not silent:
+            return None
+        # Whoever carried it knows best, and asking the hops again takes a new connection.
+        return broke_off(words, self._transport.name) or self._transport.explain(words, silent=silent)
 
     def _said(self, otherwise: str) -> str:
         return shortened(self._words()) or otherwise
@@ -211,6 +214,8 @@ class Answer:
         return self._lost(self._quiet(), self._known(silent=True))
 
     def _lost(self, what: str, known: DflashError | None = None) -> ConnectionLost:
+        if isinstance(known, ConnectionLost):
+            known = DflashError(what, hint=known.hint)
         return ConnectionLost(
             f"the connection to {self._transport.name} broke off in mid-answer",
             cause=known.error if known else self._said(what),

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from dflashctl.errors import NoAnswer
+from dflashctl.errors import ConnectionLost, NoAnswer
 from remote.protocol.errors import DflashError, preflight_error
 
 
@@ -288,6 +288,21 @@ def old_python(said: str, where: str, python: str) -> DflashError | None:
         cause=_line_of(match),
         hint="over there: `apt-get install -y python3.11 python3.11-venv` (or another way to get one), then "
         "`python3.11 -m venv /opt/dflash-venv`, and here --python /opt/dflash-venv/bin/python",
+    )
+
+
+CONNECTION_LOST = "the connection broke off"
+"""What a channel says, as its diagnostics, when its connection ended before the command had said that it did."""
+
+
+def broke_off(said: str, where: str) -> ConnectionLost | None:
+    """Return the sentence for a command whose connection was lost before it answered, None when it was not."""
+    if CONNECTION_LOST not in said.splitlines():
+        return None
+    return ConnectionLost(
+        f"the connection to {where} broke off",
+        cause="it ended before there was an answer",
+        hint="repeat the command; what runs over there goes on",
     )
 
 

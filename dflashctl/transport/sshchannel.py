@@ -10,6 +10,7 @@ from collections.abc import Callable
 import paramiko
 
 from dflashctl.transport.base import ChannelClosed, Silence
+from dflashctl.transport.explain import CONNECTION_LOST
 from dflashctl.transport.sshline import Patience
 
 _PIECE = 1 << 18
@@ -122,7 +123,14 @@ class SshChannel:
         while not self._closed and not self._ended and time.monotonic() < deadline:
             if not self._take_in() and not self._ended and not self._selector.select(_LAST_WORDS):
                 break
-        return self._errors.decode("utf-8", errors="replace").strip()
+        said = self._errors.decode("utf-8", errors="replace").strip()
+        return f"{said}\n{CONNECTION_LOST}".lstrip() if self._is_lost else said
+
+    @property
+    def _is_lost(self) -> bool:
+        # An sshd says that the output has ended, and how the command did, before it closes a channel.
+        ended = self._channel.eof_received or self._channel.exit_status >= 0
+        return self._ended and not ended and not self._closed
 
     def close(self) -> None:
         if self._closed:

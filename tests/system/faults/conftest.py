@@ -17,3 +17,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def laptop(proxmox: Proxmox, tmp_path: Path) -> Laptop:
     """Somebody's laptop, with container 200 in mind; nothing is deployed."""
     return Laptop(proxmox, tmp_path / "laptop")
+
+
+@pytest.fixture(scope="session")
+def other_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree after an edit."""
+    return make_tree(tmp_path_factory.mktemp("source") / "edited", "--pause", "0.03")

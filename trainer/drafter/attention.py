@@ -65,11 +65,10 @@ def dense_mask(blocks: Blocks, window: int | None) -> torch.Tensor:
 
 
 def masked_softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Softmax over the last dimension where `mask`, in float32 at least; a row that sees nothing is 0, not NaN."""
-    wide = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
+    """Softmax over the last dimension where `mask`, summed in float32 at least. Every row has to see something: itself."""
     # The lowest finite number, not -inf: a row of -inf is NaN, forward and backward, and no later 0 mends the gradient.
-    probabilities = torch.softmax(wide.masked_fill(~mask, torch.finfo(wide.dtype).min), dim=-1)
-    return (probabilities * mask.any(dim=-1, keepdim=True)).to(scores.dtype)
+    # CPU and CUDA kernels of softmax sum bf16 in float32 by themselves; an upcast before it is a pass over the scores more.
+    return torch.softmax(scores.masked_fill(~mask, torch.finfo(scores.dtype).min), dim=-1)
 
 
 class KeysValues(NamedTuple):

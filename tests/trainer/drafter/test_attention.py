@@ -59,7 +59,10 @@ def rows(blocks, dtype=torch.float64, heads=4, kv_heads=2, width=8):
 )
 def test_the_mask_is_the_text(row, blocks_of, lengths, padding, window, seed):
     blocks = blocks_of(row(lengths, padding, seed))
-    assert torch.equal(dense_mask(blocks, window), written_out(blocks, window))
+    mask = dense_mask(blocks, window)
+    assert torch.equal(mask, written_out(blocks, window))
+    # What the softmax asks for: a row that saw nothing would spread its weight over what it must not see.
+    assert mask[:, len(blocks.context_positions) :].diagonal().all()
 
 
 @pytest.mark.parametrize("window", [None, 3, 6])
@@ -119,12 +122,21 @@ def test_recomputing_changes_no_bit_and_keeps_no_scores(row, blocks_of, dtype):
     assert kept[1] <= max(leaf.numel() for leaf in leaves) < kept[0]
 
 
-def test_a_row_that_sees_nothing_is_zero_with_a_finite_gradient():
-    scores = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-    mask = torch.tensor([[True] * 5, [False] * 5, [True, False, False, False, False]])
+def test_the_softmax_gives_what_is_not_seen_nothing_and_no_gradient():
+    scores = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[True] * 5, [True, False, False, True, False]])
     out = masked_softmax(scores, mask)
-    assert out[1].eq(0).all()
-    assert out[2].tolist() == [1, 0, 0, 0, 0]
+    assert torch.equal(out[0], scores[0].softmax(-1))
+    torch.testing.assert_close(out[1, [0, 3]], scores[1, [0, 3]].softmax(-1))
+    assert out[1, [1, 2, 4]].eq(0).all()
     (gradient,) = torch.autograd.grad(out.square().sum(), scores)
-    assert torch.isfinite(gradient).all()
-    assert gradient[1].eq(0).all()
+    assert gradient[1, [1, 2, 4]].eq(0).all()
+
+
+def test_bfloat16_scores_are_summed_in_float32():
+    # In bfloat16 a sum of 1 and then many of 1/256 stays 1: each is below half of the last digit.
+    scores = torch.zeros(1, 2049, dtype=torch.bfloat16)
+    scores[0, 0] = 5.53125
+    out = masked_softmax(scores, torch.ones(1, 2049, dtype=torch.bool))
+    wide = scores.float().softmax(-1)
+    assert (out.float() - wide).abs().max() <= wide.max() / 256

@@ -57,6 +57,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line; return its exit code."""
     # Looked up in the raw words, because they have to hold for an error in the command line itself.
     debug, as_json = "--debug" in arguments, "--json" in arguments
+    if debug:
+        _show_library_logs()
     try:
         with connections():
             return _dispatch(list(arguments))
@@ -88,6 +90,13 @@ def _no_room(error: OSError) -> DflashError:
         cause=f"stdout: {error.strerror}",
         hint="make room, or send it elsewhere; what was asked for over there is done: `dflashctl status`",
     )
+
+
+def _show_library_logs() -> None:
+    """Let the libraries say on stderr what went wrong in their threads: paramiko's, with its tracebacks."""
+    import logging
+
+    logging.basicConfig(format="%(name)s: %(message)s")
 
 
 def _show_traceback(error: Exception) -> None:

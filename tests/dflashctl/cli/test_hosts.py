@@ -10,6 +10,7 @@ import subprocess
 
 import pytest
 from sshoperator import Operator
+from sshrelay import Relay
 from testbed.sshd import Sshd, missing_sshd
 
 from dflashctl.destinations import Destination, DestinationStore
@@ -244,3 +245,14 @@ def test_help_knows_both(cli):
     assert "hosts trust" in page
     assert "hosts list" in page
     assert "--fingerprint" in cli("hosts", "--help").stdout
+
+
+def test_debug_shows_what_went_wrong_in_paramikos_thread(cli, operator, sshd):
+    line = ["status", "--host", f"127.0.0.1:{sshd.port}", "--ssh-config", str(operator.config)]
+    operator.knows(sshd)
+    with Relay(sshd.port, garble={5: 255}) as relay:
+        line[2] = f"127.0.0.1:{relay.port}"
+        quiet, loud = cli.process(*line), cli.process(*line, "--debug")
+    assert (quiet.returncode, loud.returncode) == (ExitCode.NO_ANSWER, ExitCode.NO_ANSWER)
+    assert len(quiet.stderr.splitlines()) == 3
+    assert "paramiko.transport: Traceback" in loud.stderr

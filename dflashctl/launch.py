@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from dflashctl.agent_client import RestartRequest, StartRequest
 from dflashctl.console import ERR, OUT, harmless, one_line
-from dflashctl.errors import ConnectionLost, report
+from dflashctl.errors import ConnectionLost, NoAnswer, report
 from dflashctl.results import Begun, Resumed
 from dflashctl.session import Session, operator
 from dflashctl.talk import Talk
@@ -186,14 +186,24 @@ def start_run(session: Session, request: StartRequest, talk: Talk, launch: Launc
 
 
 def ask_until_answered(ask: Callable[[], T], talk: Talk) -> T:
-    """Return what `ask` does, a query or something that carries its run id; asked again when the connection breaks off."""
-    for pause in _RETRY_PAUSES:
+    """Return what `ask` does, a query or something that carries its run id; asked again when the connection breaks off.
+
+    Raises ConnectionLost when it could not be had back: what was asked may have been done.
+    """
+    lost = False
+    for pause in (*_RETRY_PAUSES, None):
         try:
             return ask()
-        except ConnectionLost as error:
+        except NoAnswer as error:
+            lost = lost or isinstance(error, ConnectionLost)
+            # A destination that never answered is an error at once; one that did may be back in a moment.
+            if not lost:
+                raise
+            if pause is None:
+                raise ConnectionLost(error.error, cause=error.cause, hint=error.hint) from error
             talk.say(f"{error.error} ({error.cause}); asking again")
             time.sleep(pause)
-    return ask()
+    raise AssertionError("the last attempt returns or raises")
 
 
 def carry_out(
@@ -206,6 +216,11 @@ def carry_out(
     except KeyboardInterrupt:
         ERR.line(f"\n{launch.farewell()}")
         return int(ExitCode.INTERRUPTED)
+    except ConnectionLost:
+        talk.say(
+            "what was asked for goes on over there if it arrived: `dflashctl status` tells, once there is a connection"
+        )
+        raise
     except DflashError:
         launch.say_untouched()
         raise

@@ -42,7 +42,7 @@ class Ssh:
         self._config_file = config_file
         self._link: Link | None = None
         self._seconds = 0.0
-        self._channels = 0
+        self._channels: set[object] = set()
         # A link whose far end fell silent: it may be frozen, which nothing tells but another silence.
         self._is_suspect = False
         # Two threads that connect at once would each get half a connection.
@@ -72,7 +72,7 @@ class Ssh:
         from dflashctl.transport.sshchannel import SshChannel
 
         with self._lock:
-            if self._channels >= _MOST_CHANNELS:
+            if len(self._channels) >= _MOST_CHANNELS:
                 raise NoAnswer(
                     f"{_MOST_CHANNELS} commands run on {self.name} at once",
                     cause="its sshd allows 10 sessions a connection, and a few are left for others",
@@ -86,8 +86,9 @@ class Ssh:
                 if not self._channels:
                     self._drop()
                 raise
-            self._channels += 1
-        return SshChannel(channel, link.patience, self._suspect, self._release)
+            self._channels.add(channel)
+        # discard, not a count: channels may end in several threads at once.
+        return SshChannel(channel, link.patience, self._suspect, lambda: self._channels.discard(channel))
 
     def _connected(self) -> Link:
         if self._link is not None and (not self._link.is_alive or (self._is_suspect and not self._channels)):
@@ -113,9 +114,6 @@ class Ssh:
 
     def _suspect(self) -> None:
         self._is_suspect = True
-
-    def _release(self) -> None:
-        self._channels -= 1
 
     def _drop(self) -> None:
         if self._link is not None:

@@ -174,6 +174,15 @@ def summarise(
     )
 
 
+@dataclass(frozen=True)
+class Desk:
+    """What the first drafter rank has more than the others: it reports, watches for a stop and saves."""
+
+    telemetry: Telemetry
+    reporter: Reporter
+    profiler: PipelineProfiler
+
+
 class ProfileTimer:
     """Emits this rank's stage profile once per interval; asked at every micro-batch."""
 

@@ -25,9 +25,9 @@ from trainer.pipeline.plan import RunPlan
 from trainer.pipeline.post import DTYPES, Joint, Post, take_post
 from trainer.pipeline.reader import RowReader
 from trainer.pipeline.receiver import Arrival, Fetcher, PrefetchReceiver, SyncReceiver
-from trainer.pipeline.reporting import PipelineProfiler, Reporter
+from trainer.pipeline.reporting import Desk, PipelineProfiler, Reporter
 from trainer.pipeline.sender import AsyncSender, Publisher, SyncSender
-from trainer.pipeline.session import Desk, DrafterSession, Ends
+from trainer.pipeline.session import DrafterSession, Ends
 from trainer.pipeline.target_side import Producer, SharedReceiver, produce
 from trainer.pipeline.world import join_world
 from trainer.preflight import drafter_config

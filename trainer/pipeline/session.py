@@ -12,11 +12,7 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from remote.protocol import events as ev
 from remote.protocol.errors import DflashError
-from remote.protocol.records import StopRequest, read_record
-from trainer import checkpoint, checkpoint_files
-from trainer.checkpoint_files import TrainerState
 from trainer.config import TrainConfig
 from trainer.data.schedule import MicroBatch, Schedule
 from trainer.drafter.blocks import Blocks, build_blocks
@@ -30,10 +26,11 @@ from trainer.pipeline.figures import DeferredFigures, StepFigures, StepSums
 from trainer.pipeline.handover import Receiver
 from trainer.pipeline.packed import PackedRow, RowTokens
 from trainer.pipeline.plan import RunPlan
-from trainer.pipeline.reporting import PipelineProfiler, ProfileTimer, Reporter, StepTraffic
+from trainer.pipeline.reporting import Desk, ProfileTimer, StepTraffic
+from trainer.pipeline.saving import Saving
 from trainer.pipeline.target_side import SharedReceiver
 from trainer.pipeline.world import World
-from trainer.telemetry import StageClock, Telemetry
+from trainer.telemetry import StageClock
 
 
 @dataclass(frozen=True)
@@ -43,15 +40,6 @@ class Ends:
     embed: torch.Tensor
     head: torch.Tensor
     subset: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class Desk:
-    """What the first drafter rank has more than the others: it reports, watches for a stop and saves."""
-
-    telemetry: Telemetry
-    reporter: Reporter
-    profiler: PipelineProfiler
 
 
 @dataclass
@@ -76,7 +64,7 @@ class DrafterSession:
 
     def __post_init__(self) -> None:
         self.step = self.plan.first_step - 1
-        self.last_checkpoint: Path | None = Path(self.plan.resume) if self.plan.resume else None
+        self._saving = Saving(self.plan, self.config, self.world, self.drafter, self.optimizer, self.clock, self.desk)
         self.first_loss = self.last_loss = 0.0
         self.trained_tokens = 0
         self._gamma = self.config.gamma or gamma_for(self.config.block_size)
@@ -101,6 +89,11 @@ class DrafterSession:
     def seconds(self) -> float:
         """Seconds since the first step began."""
         return time.monotonic() - self._began
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint, that which was resumed from included."""
+        return self._saving.last
 
     @property
     def is_last(self) -> bool:
@@ -249,73 +242,14 @@ class DrafterSession:
             self.desk.profiler.emit(padding=self.padding)
 
     def checkpoint_due(self, step: int) -> bool:
-        every = self.config.checkpoint_every
-        return step == self.plan.total_steps or (every > 0 and step % every == 0)
+        return self._saving.due(step)
 
     def save(self, step: int) -> None:
-        """Save a checkpoint from the first drafter; the others wait for it in the next collective.
-
-        Not when a stop asked for none, unless the run is complete anyway. Raises DflashError when the last one, or a
-        stop's, cannot be written.
-        """
-        request = stop_request(self.plan)
-        if request is not None and not request.checkpoint and step < self.plan.total_steps:
-            return
-        if self.desk is None or self.world.machine != 0:
-            self.last_checkpoint = checkpoint_files.step_directory(Path(self.plan.output_dir), step)
-            return
-        try:
-            with self.clock.stage("checkpoint"), self.desk.reporter.apart():
-                saved = self._write_checkpoint(step, self.desk.telemetry)
-        except DflashError as failure:
-            if request is not None or step == self.plan.total_steps:
-                raise
-            # A run that trains well goes on: the checkpoint before stands, and the next one may find room.
-            self.desk.reporter.alarm("checkpoint_failed", f"{failure.error}: {failure.cause}", step)
-            return
-        self.last_checkpoint = saved.path
-        self.desk.telemetry.emit(
-            ev.CheckpointSaved(
-                time=time.time(),
-                rank=self.world.rank,
-                step=step,
-                path=str(saved.path),
-                bytes=saved.bytes,
-                seconds=saved.seconds,
-            )
-        )
-
-    def _write_checkpoint(self, step: int, telemetry: Telemetry) -> checkpoint.Saved:
-        def progress(written: int, total: int) -> None:
-            telemetry.emit(
-                ev.SaveProgress(time=time.time(), rank=self.world.rank, step=step, written=written, total=total)
-            )
-
-        state = TrainerState(
-            step=step,
-            total_steps=self.plan.total_steps,
-            data_fingerprint=self.plan.data_fingerprint,
-            config=self.plan.config,
-            run_id=self.plan.run_id,
-            loss=self.last_loss,
-        )
-        output_dir = Path(self.plan.output_dir)
-        saved = checkpoint.save(
-            output_dir, state, self.drafter, self.optimizer, dtype=self.config.dtype, progress=progress
-        )
-        checkpoint_files.rotate(output_dir, self.config.keep_checkpoints)
-        return saved
+        """Save a checkpoint, or know of it, unless a stop asked for none. Raises DflashError when it had to be written."""
+        self._saving.save(step, self.last_loss)
 
     def close(self) -> None:
         """Say goodbye to the targets and wait for the other drafters."""
         self.receiver.close()
         if self.world.drafter_count > 1:
             distributed.barrier(group=self.world.drafters)
-
-
-def stop_request(plan: RunPlan) -> StopRequest | None:
-    """Return the run's stop request, None when nobody asked. A request that cannot be read asks for an ordinary stop."""
-    try:
-        return read_record(StopRequest, plan.run.stop)
-    except ValueError:
-        return StopRequest(deadline=0.0, by="unreadable stop.json")

@@ -176,7 +176,11 @@ class Container:
             self.stop()
         self.start()
 
+    def _touch(self) -> None:
+        (self._state / "touched" / self.ct).touch()
+
     def freeze(self) -> None:
+        self._touch()
         self._lxc("lxc-freeze")
 
     def thaw(self) -> None:
@@ -186,22 +190,21 @@ class Container:
         self._call([*self._enter, program, "-P", str(self._state / "lxc"), "-n", self.ct], check=True)
 
     def bind(self, source: Path, inside: str) -> None:
-        """Bind a directory of this machine read-only, from the next start on; its parents may be closed to others."""
+        """Bind a directory of this machine read-only, from the next start to the next reset.
+
+        Its parents may be closed to others.
+        """
         aside = self._state / "source" / f"{self.ct}-{len(self._bound)}"
         aside.mkdir()
         self._call([*self._enter, "mount", "--bind", str(source), str(aside)], check=True)
         self._bound.append(aside)
+        self._touch()
         with self._configuration.open("a") as configuration:
             configuration.write(f"lxc.mount.entry = {aside} {inside.lstrip('/')} none ro,bind,create=dir 0 0\n")
 
     @property
     def _configuration(self) -> Path:
         return self._state / "lxc" / self.ct / "config"
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether a test gave it something that a restart would keep."""
-        return bool(self._bound)
 
     def _unbind(self) -> None:
         lines = self._configuration.read_text().splitlines(keepends=True)

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from remote.protocol.identity import ProcessIdentity, read_pidfile, write_pidfile
@@ -62,13 +63,26 @@ exec /usr/bin/python3 -IS "$state/init.py"
 """
 
 
+@cache
 def missing_machine() -> str:
     """Return why there can be no machine with containers here, "" when there can."""
     if os.geteuid() != 0:
         return "containers need root"
-    wanted = {"lxc-start": "lxc", "sudo": "sudo", "newuidmap": "uidmap", "/usr/sbin/sshd": "openssh-server"}
+    wanted = {
+        "lxc-start": "lxc",
+        "sudo": "sudo",
+        "newuidmap": "uidmap",
+        "/usr/sbin/sshd": "openssh-server",
+        "/usr/bin/python3": "python3",
+    }
     packages = [package for program, package in wanted.items() if shutil.which(program) is None]
-    return f"no containers here: apt-get install {' '.join(packages)}" if packages else ""
+    if packages:
+        return f"no containers here: apt-get install {' '.join(packages)}"
+    # The root of a container that is itself locked in may not.
+    tried = subprocess.run(
+        ["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True, check=False
+    )
+    return f"this root may make no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 def new_state() -> Path:

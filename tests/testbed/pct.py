@@ -146,6 +146,10 @@ class Pct:
         if held and "skiplock" not in self.options:
             raise Failure(f"CT is locked ({held})")
 
+    def touch(self) -> None:
+        """Note for the testbed that this container is no longer as it was."""
+        (self.state / "touched" / self.vmid).touch()
+
     # The commands, each returns the exit code.
 
     def do_list(self) -> int:
@@ -176,6 +180,7 @@ class Pct:
             raise Failure(f"missing command at {SOURCE} line 279.")
         if not self.backend.running(self.vmid):
             raise Failure(f"container '{self.vmid}' not running!")
+        self.touch()
         # What PVE's command line handler sets; the rest of the caller's environment goes in.
         environment = {**caller_environment(), "PATH": "/sbin:/bin:/usr/sbin:/usr/bin"}
         self.backend.execute(self.vmid, [in_locale(word, environment) for word in command], environment)
@@ -185,6 +190,7 @@ class Pct:
             self.check_lock()
             if self.backend.running(self.vmid):
                 raise Failure(f"CT {self.vmid} already running")
+            self.touch()
             return self.backend.start(self.vmid)
 
     def do_stop(self) -> int:
@@ -192,6 +198,7 @@ class Pct:
             self.check_lock()
             if not self.backend.running(self.vmid):
                 raise Failure(f"CT {self.vmid} not running")
+            self.touch()
             return self.backend.stop(self.vmid)
 
     def do_shutdown(self) -> int:
@@ -199,6 +206,7 @@ class Pct:
             self.check_lock()
             if not self.backend.running(self.vmid):
                 raise Failure(f"CT {self.vmid} not running")
+            self.touch()
             timeout = float(self.options.get("timeout", "60"))
             if self.backend.shutdown(self.vmid, timeout) == 0:
                 return 0
@@ -212,6 +220,7 @@ class Pct:
             # Not looked up first: a container that is missing reads as one that is stopped.
             if not self.backend.running(self.vmid):
                 raise Failure(f"can only push files to a running CT at {SOURCE} line 598.")
+            self.touch()
             try:
                 # Opened like a file: a directory reads as an empty one.
                 content = b"" if Path(source).is_dir() else Path(source).read_bytes()

@@ -17,7 +17,6 @@ from testbed.sshd import Sshd
 HOST = "10.1.2.6"
 """The address that the README types; the configuration below leads it to loopback."""
 
-_LOOKING = ("config", "list", "status")
 _SSH_CONFIGURATION = """\
 Host {host}
     HostName {address}
@@ -43,7 +42,8 @@ class Proxmox:
         self.set_knobs()
         self._calls = self.state / "calls.jsonl"
         self._forget_calls()
-        (self.state / "containers").mkdir()
+        for folder in ("containers", "touched"):
+            (self.state / folder).mkdir()
         for ct, spec in SPECS.items():
             self._configure(ct, lock=spec.lock)
         self.machine: Machine | None = None
@@ -141,15 +141,15 @@ class Proxmox:
         self._calls.chmod(0o666)
 
     def reset(self) -> None:
-        """Bring back the state of before a test. Containers that it did not call are left alone."""
+        """Bring back the state of before a test. Containers in which it did nothing are left alone."""
         self.sshd.thaw()
         # Unlocked before they are stopped.
         for ct, spec in SPECS.items():
             self._configure(ct, lock=spec.lock)
-        asked = {word for call in self.calls() if call and call[0] not in _LOOKING for word in call}
         for ct, container in self.containers.items():
-            if ct in asked or container.is_changed:
+            if (self.state / "touched" / ct).exists():
                 container.clean()
+                (self.state / "touched" / ct).unlink()
         self.set_knobs()
         self._forget_calls()
         self.trust()

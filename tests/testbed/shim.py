@@ -56,6 +56,7 @@ class Directory(Container):
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(source)
         self._bound.append(link)
+        self._touch()
 
     def _unbind(self) -> None:
         while self._bound:

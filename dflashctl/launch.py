@@ -84,6 +84,12 @@ class Launch:
         self._remember = remember
         self._noted = False
         self._stopping = ""
+        self._asked = 0
+
+    def ask(self) -> RunStatus:
+        """Ask the far end for the run, or after it."""
+        self._asked += 1
+        return self._session.client.start(self._request, self)
 
     def farewell(self) -> str:
         """Return what to say to somebody who presses Ctrl-C now."""
@@ -99,9 +105,11 @@ class Launch:
         untouched = ", no run was stopped" if isinstance(self._request, RestartRequest) else ""
         return f"interrupted{untouched}; nothing was launched that we were told of; `dflashctl status` makes sure"
 
-    def say_untouched(self) -> None:
-        """Say, of a restart that failed before the stop, what it left alone."""
-        if isinstance(self._request, RestartRequest) and not self._noted and not self._stopping:
+    def say_untouched(self, error: DflashError) -> None:
+        """Say, of a restart that was refused before the stop, what it left alone."""
+        # Only of an only answer: one that was lost may have told of a stop.
+        certain = self._asked <= 1 and error.code is not ExitCode.NO_ANSWER
+        if isinstance(self._request, RestartRequest) and certain and not self._noted and not self._stopping:
             self._talk.say("refused before anything was stopped")
 
     def __call__(self, data: dict[str, Any]) -> None:
@@ -172,10 +180,10 @@ def make_spec(session: Session, training: Training, *, name: str, note: str, res
     )
 
 
-def start_run(session: Session, request: StartRequest, talk: Talk, launch: Launch) -> RunStatus:
-    """Start the run of `request`, or ask after it when the connection broke; return it at its first step or end."""
+def start_run(launch: Launch, talk: Talk) -> RunStatus:
+    """Start the run, or ask after it when the connection broke; return it at its first step or end."""
     try:
-        status = ask_until_answered(lambda: session.client.start(request, launch), talk)
+        status = ask_until_answered(launch.ask, talk)
     except DflashError as error:
         # A release from before the event `launched` tells it by its answer alone.
         if error.code in _LAUNCHED:
@@ -212,7 +220,7 @@ def carry_out(
     """Start or restart, show what came of it, and return the exit code. Ctrl-C detaches."""
     launch = Launch(session, request, talk, remember=remember)
     try:
-        status = session.here(start_run(session, request, talk, launch))
+        status = session.here(start_run(launch, talk))
     except KeyboardInterrupt:
         ERR.line(f"\n{launch.farewell()}")
         return int(ExitCode.INTERRUPTED)
@@ -221,8 +229,8 @@ def carry_out(
             "what was asked for goes on over there if it arrived: `dflashctl status` tells, once there is a connection"
         )
         raise
-    except DflashError:
-        launch.say_untouched()
+    except DflashError as error:
+        launch.say_untouched(error)
         raise
     took = launch.timeline.parts() if isinstance(request, RestartRequest) else None
     show_started(status, talk, session, as_json, took)

@@ -16,6 +16,7 @@ from dflashctl.errors import ConnectionLost
 from dflashctl.launch import (
     Launch,
     ask_until_answered,
+    carry_out,
     judge_started,
     make_spec,
     restart_line,
@@ -98,7 +99,7 @@ def request_for(session):
 
 def launch(session, request, remember=""):
     talk = Talk()
-    return start_run(session, request, talk, Launch(session, request, talk, remember=remember))
+    return start_run(Launch(session, request, talk, remember=remember), talk)
 
 
 def test_a_lost_connection_asks_again_for_the_same_run(session):
@@ -173,6 +174,16 @@ def test_a_restart_that_breaks_off_is_asked_again_as_the_same_restart(session, c
     assert f"in the place of {spec.restarted_from}" in capsys.readouterr().err
 
 
+def test_a_refusal_after_a_lost_answer_claims_nothing_of_the_old_run(session, capsys):
+    """The lost answer may have told of the stop: then it is the launch that was refused."""
+    request = RestartRequest(request_for(session).spec, 5.0, run="R")
+    for breaks, said in ((0, True), (1, False)):
+        Far(session, breaks, DflashError("GPU 0 is held", code=ExitCode.PREFLIGHT))
+        with pytest.raises(DflashError, match="held"):
+            carry_out(session, request, Talk(), remember="", as_json=False)
+        assert ("refused before anything was stopped" in capsys.readouterr().err) is said
+
+
 def test_a_query_that_breaks_off_is_asked_again(session):
     answers = [ConnectionLost("lost"), ConnectionLost("lost"), 5]
 
@@ -208,8 +219,10 @@ def test_what_was_heard_of_the_old_run_is_not_told_of_the_new_one(session, capsy
     spec = request_for(session).spec
     talk = Talk()
     heard = Launch(session, RestartRequest(spec, 5.0, run="R"), talk)
-    heard.say_untouched()
+    heard.say_untouched(DflashError("no model", code=ExitCode.PREFLIGHT))
     assert "refused before anything was stopped" in capsys.readouterr().err
+    heard.say_untouched(ConnectionLost("it broke off"))
+    assert capsys.readouterr().err == ""
     stopping = ev.Phase(time=0.0, role="agent", phase="stopping", detail="R")
     profile = ev.PipelineProfile(
         time=0.0, interval=1, target_tokens_per_second=1, drafter_tokens_per_second=1, tokens_per_second=1,
@@ -218,7 +231,7 @@ def test_what_was_heard_of_the_old_run_is_not_told_of_the_new_one(session, capsy
     for event in (stopping, profile):
         heard({"kind": event.kind, **plain(event)})
     assert "the restart goes on over there: run R is stopped" in heard.farewell()
-    heard.say_untouched()
+    heard.say_untouched(DflashError("it lives on", code=ExitCode.STOP_INCOMPLETE))
     assert "refused" not in capsys.readouterr().err
     heard({"kind": stopping.kind, **plain(dataclasses.replace(stopping, phase="launched"))})
     assert talk.latest == {}

@@ -42,8 +42,9 @@ class Blocks:
     """N blocks of B rows over a packed row of T context rows. Block row k predicts the token at anchor + k (no shift).
 
     All tensors share one device; the tuples stay on the host, so that no step waits for them.
-    `supervised_rows` lists the M rows of the flattened [N·B] that carry loss. N may be 0, then there is one empty
-    segment, which keeps every parameter in the autograd graph: a rank without anchors still joins the all-reduce.
+    `supervised_rows` lists the M rows of the flattened [N·B] that carry loss; `supervised_before` says on the host where
+    in it each block begins. N may be 0, then there is one empty segment, which keeps every parameter in the autograd
+    graph: a rank without anchors still joins the all-reduce.
     """
 
     input_ids: torch.Tensor  # i64[N, B]: the anchor's token, then mask tokens
@@ -59,6 +60,7 @@ class Blocks:
     context_documents: torch.Tensor  # i64[T], PADDING for padding rows
     runs: tuple[Run, ...]
     segments: tuple[Segment, ...]
+    supervised_before: tuple[int, ...]  # N+1: supervised rows in front of block n; the last is M
 
     @property
     def count(self) -> int:
@@ -140,8 +142,7 @@ def lay_out(
         context_documents[run.start : run.end] = ordinal
     # Ordinals, not data-set ids, tell documents apart: one document may be in a row twice when epochs meet.
     documents = np.repeat(np.arange(len(runs)), [len(each) for each in anchors]).astype(np.int64)
-    starts = np.array([run.start for run in runs], dtype=np.int64)[documents]
-    ends = np.array([run.end for run in runs], dtype=np.int64)[documents]
+    starts, ends = np.array([(run.start, run.end) for run in runs], dtype=np.int64).reshape(-1, 2)[documents].T
     anchor_rows = starts + (np.concatenate(anchors) if anchors else np.zeros(0, dtype=np.int64))
     # Row k of a block predicts the token at anchor + k, the very position it stands at: no shift, unlike a causal LM.
     offsets = np.arange(block_size)
@@ -168,6 +169,7 @@ def lay_out(
         context_documents=torch.from_numpy(context_documents),
         runs=tuple(runs),
         segments=_segments(runs, anchors),
+        supervised_before=(0, *np.cumsum(supervised.sum(axis=1)).tolist()),
     )
 
 

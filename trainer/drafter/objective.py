@@ -1,10 +1,12 @@
-"""The decayed cross-entropy of block rows against a frozen head, in chunks, with its gradient made in the forward pass.
+"""The weighted cross-entropy of block rows against a frozen head, in chunks, with its gradient made in the forward pass.
 
 Made at once, the logits of 512 blocks of 16 rows over 248,320 tokens would take 8 GB in float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +14,26 @@ import torch
 from numpy.typing import NDArray
 
 from remote.protocol.errors import preflight_error
+from trainer.config import TrainConfig
 from trainer.drafter.blocks import Blocks
+from trainer.drafter.dpace import dpace_weights
 from trainer.drafter.randomness import philox
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a supervised row weighs: by D-PACE with this `dpace_alpha`, or, where it is None, the decay of its block."""
+
+    dpace_alpha: float | None = None
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Objective:
+        """Return the objective that a configuration names."""
+        return cls(dpace_alpha=config.dpace_alpha if config.objective == "dpace" else None)
+
+
+DECAY = Objective()
+"""Cross-entropy weighted by exp(-(k-1)/gamma)."""
 
 
 class ObjectiveSums(NamedTuple):
@@ -35,12 +55,13 @@ def block_objective(
     *,
     chunk_rows: int,
     vocab_subset: torch.Tensor | None = None,
+    objective: Objective = DECAY,
 ) -> ObjectiveSums:
     """Return the sums of Σ w·CE over the supervised rows of hidden f[N·B, H].
 
     `head_weight` f[V, H] is the target's, frozen: it gets no gradient. With `vocab_subset`, ascending i64[V'], it holds
-    the rows of these tokens alone, f[V', H], and the softmax runs over them. At most `chunk_rows` rows of logits exist
-    at once; the softmax is float32 (float64 for such states).
+    the rows of these tokens alone, f[V', H], and the softmax runs over them. At most `chunk_rows` rows of logits, but
+    always a whole block, exist at once; the softmax is float32 (float64 for such states).
     """
     labels = blocks.labels.flatten()[blocks.supervised_rows]
     if vocab_subset is not None:
@@ -48,11 +69,8 @@ def block_objective(
             raise ValueError(f"head of {head_weight.shape[0]} rows for a vocabulary of {vocab_subset.shape[0]} tokens")
         # Exact: `make_vocab_subset` refused what is missing. A check here would wait for the device.
         labels = torch.searchsorted(vocab_subset, labels)
-    weights = blocks.weights.to(_wide(hidden.dtype)).flatten()[blocks.supervised_rows]
-    loss_sum, correct = _ChunkedCrossEntropy.apply(
-        hidden, head_weight, blocks.supervised_rows, labels, weights, chunk_rows
-    )
-    return ObjectiveSums(loss_sum, weights.sum(), _metrics(correct, blocks))
+    loss_sum, weight_sum, correct = _ChunkedLoss.apply(hidden, head_weight, blocks, labels, objective, chunk_rows)
+    return ObjectiveSums(loss_sum, weight_sum, _metrics(correct, blocks))
 
 
 def make_vocab_subset(token_ids_seen: NDArray[np.integer], vocab_size: int, extra: int, seed: int) -> NDArray[np.int64]:
@@ -79,7 +97,25 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+class _Chunk(NamedTuple):
+    """Whole blocks: `part` of the M supervised rows lies in blocks [first, last)."""
+
+    first: int
+    last: int
+    part: slice
+
+
+def _chunks(blocks: Blocks, chunk_rows: int) -> Iterator[_Chunk]:
+    """Cut between blocks only: a row's D-PACE weight needs its whole block before any gradient of it is made."""
+    at_once = max(1, chunk_rows // blocks.block_size)
+    for first in range(0, blocks.count, at_once):
+        last = min(first + at_once, blocks.count)
+        part = slice(blocks.supervised_before[first], blocks.supervised_before[last])
+        if part.start < part.stop:
+            yield _Chunk(first, last, part)
+
+
+class _ChunkedLoss(torch.autograd.Function):
     """Σ w·CE, with d/d hidden computed beside it, so that logits are made once and never kept."""
 
     @staticmethod
@@ -87,52 +123,70 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx,
         hidden: torch.Tensor,
         head_weight: torch.Tensor,
-        rows: torch.Tensor,
+        blocks: Blocks,
         labels: torch.Tensor,
-        weights: torch.Tensor,
+        objective: Objective,
         chunk_rows: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (loss sum, correct bool[M]) for M supervised rows of hidden f[N·B, H]."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (loss sum, weight sum, correct bool[M]) for hidden f[N·B, H] and the M supervised rows' labels."""
         # Rows without loss (row 0 of every block, holes, the end) keep a zero gradient and never meet the head.
         gradient = torch.zeros_like(hidden)
-        loss_sum = torch.zeros((), dtype=weights.dtype, device=hidden.device)
+        decay = blocks.weights.to(_wide(hidden.dtype)).flatten()[blocks.supervised_rows]
+        loss_sum, weight_sum = decay.new_zeros(()), decay.new_zeros(())
         correct = torch.zeros_like(labels, dtype=torch.bool)
         # On CPU 256 rows fit the cache: 8,000 tokens cost half of what chunks of 2,048 rows do.
-        for start in range(0, len(rows), chunk_rows):
-            part = slice(start, start + chunk_rows)
-            logits = (hidden[rows[part]].to(head_weight.dtype) @ head_weight.T).to(weights.dtype)
-            losses, correct[part], logits_gradient = _cross_entropy(logits, labels[part], weights[part])
+        for chunk in _chunks(blocks, chunk_rows):
+            part, rows = chunk.part, blocks.supervised_rows[chunk.part]
+            logits = (hidden[rows].to(head_weight.dtype) @ head_weight.T).to(decay.dtype)
+            weigh = _weigher(objective, blocks, chunk, decay[part])
+            losses, weights, correct[part], logits_gradient = _row_losses(logits, labels[part], weigh)
             loss_sum += losses.sum()
-            gradient[rows[part]] = (logits_gradient.to(head_weight.dtype) @ head_weight).to(hidden.dtype)
+            weight_sum += weights.sum()
+            gradient[rows] = (logits_gradient.to(head_weight.dtype) @ head_weight).to(hidden.dtype)
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(correct)
-        return loss_sum, correct
+        ctx.mark_non_differentiable(weight_sum, correct)
+        return loss_sum, weight_sum, correct
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: torch.autograd.function.FunctionCtx, loss_gradient: torch.Tensor, _: torch.Tensor
+        ctx: torch.autograd.function.FunctionCtx, loss_gradient: torch.Tensor, *_: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of hidden alone; the head is frozen."""
         (gradient,) = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
         return gradient * loss_gradient.to(gradient.dtype), None, None, None, None, None
 
 
-def _cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return w·CE f[rows], whether the label is the argmax, and the gradient f[rows, V], which overwrites `logits`.
+def _weigher(
+    objective: Objective, blocks: Blocks, chunk: _Chunk, decay: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what turns the probabilities f[m] of a chunk's labels into its weights f[m]."""
+    alpha = objective.dpace_alpha
+    if alpha is None:
+        return lambda _: decay
+    size = blocks.block_size
+    rows = blocks.supervised_rows[chunk.part] - chunk.first * size
+    return lambda confidence: dpace_weights(
+        confidence, rows, blocks=chunk.last - chunk.first, block_size=size, alpha=alpha
+    )
 
-    One exponential serves loss and gradient. Other objectives take this place.
+
+def _row_losses(
+    logits: torch.Tensor, labels: torch.Tensor, weigh: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return w·CE f[m], w f[m], whether the label is the argmax, and the gradient f[m, V], which overwrites `logits`.
+
+    One exponential serves loss, confidence and gradient. The weights are constants to the gradient.
     """
     chosen = logits.gather(-1, labels[:, None])
     # max with its index is cheaper than argmax and logsumexp, and takes the first of equals, as serving does.
     highest, predicted = logits.max(dim=-1, keepdim=True)
     exponentials = logits.sub_(highest).exp_()
     total = exponentials.sum(dim=-1, keepdim=True)
-    losses = (total.log() + highest - chosen)[:, 0] * weights
+    cross_entropy = (total.log() + highest - chosen)[:, 0]
+    weights = weigh(cross_entropy.neg().exp())
     gradient = exponentials.mul_(weights[:, None] / total)
     gradient.scatter_add_(-1, labels[:, None], -weights[:, None])
-    return losses, predicted[:, 0] == labels, gradient
+    return cross_entropy * weights, weights, predicted[:, 0] == labels, gradient
 
 
 def _metrics(correct: torch.Tensor, blocks: Blocks) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from trainer.drafter.blocks import Blocks
 from trainer.drafter.model import States
 from trainer.drafter.noise import Noise, add_noise
-from trainer.drafter.objective import ObjectiveSums, block_objective
+from trainer.drafter.objective import DECAY, Objective, ObjectiveSums, block_objective
 
 
 def drafter_forward(
@@ -24,6 +24,7 @@ def drafter_forward(
     chunk_rows: int,
     vocab_subset: torch.Tensor | None = None,
     noise: Noise | None = None,
+    objective: Objective = DECAY,
 ) -> ObjectiveSums:
     """Return the micro-batch's sums; `loss_sum.backward()` gives the gradient of the SUM, to be scaled once a step.
 
@@ -36,4 +37,6 @@ def drafter_forward(
     # Frozen, so a plain look-up: no gradient, no module, and DistributedDataParallel never sees the target's weights.
     block_embeds = functional.embedding(blocks.input_ids.flatten(), embed_weight)
     hidden = drafter(block_embeds, states, blocks)
-    return block_objective(hidden, head_weight, blocks, chunk_rows=chunk_rows, vocab_subset=vocab_subset)
+    return block_objective(
+        hidden, head_weight, blocks, chunk_rows=chunk_rows, vocab_subset=vocab_subset, objective=objective
+    )

@@ -19,7 +19,7 @@ from trainer.drafter.blocks import Blocks, build_blocks
 from trainer.drafter.config import gamma_for
 from trainer.drafter.model import Drafter
 from trainer.drafter.noise import Noise
-from trainer.drafter.objective import ObjectiveSums
+from trainer.drafter.objective import Objective, ObjectiveSums
 from trainer.drafter.step import drafter_forward
 from trainer.optimizer import StepOptimizer, StepOutcome
 from trainer.pipeline.figures import DeferredFigures, StepFigures, StepSums
@@ -68,6 +68,7 @@ class DrafterSession:
         self.first_loss = self.last_loss = 0.0
         self.trained_tokens = 0
         self._gamma = self.config.gamma or gamma_for(self.config.block_size)
+        self._objective = Objective.of(self.config)
         self._traffic: dict[int, StepTraffic] = {}
         self._began = time.monotonic()
         self._model: torch.nn.Module = self.drafter
@@ -175,6 +176,7 @@ class DrafterSession:
                     chunk_rows=self.config.objective_rows,
                     vocab_subset=self.ends.subset,
                     noise=Noise(self.config.noise_std, self.config.seed, packed.row.epoch),
+                    objective=self._objective,
                 )
             with self.clock.stage("backward"):
                 sums.loss_sum.backward()

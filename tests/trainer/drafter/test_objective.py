@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from remote.protocol.errors import DflashError, ExitCode
-from trainer.drafter.objective import block_objective, make_vocab_subset
+from trainer.drafter.objective import _chunks, block_objective, make_vocab_subset
 
 
 def plain(hidden, head, blocks):
@@ -35,6 +37,20 @@ def test_loss_and_gradient_equal_the_plain_ones(case, chunk_rows):
     (ours,) = torch.autograd.grad(2.5 * sums.loss_sum, hidden)
     (theirs,) = torch.autograd.grad(2.5 * wanted, hidden)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4, 11, 24, 10_000])
+def test_chunks_are_whole_blocks_and_no_larger_than_asked_for(case, chunk_rows):
+    _, _, blocks = case
+    chunks = list(_chunks(blocks, chunk_rows))
+    covered = torch.cat([blocks.supervised_rows[chunk.part] for chunk in chunks])
+    assert torch.equal(covered, blocks.supervised_rows)
+    for chunk in chunks:
+        owners = blocks.supervised_rows[chunk.part] // 4
+        assert chunk.first <= owners.min()
+        assert owners.max() < chunk.last
+        assert (chunk.last - chunk.first) * 4 <= max(4, chunk_rows)
+    assert all(one.last <= other.first for one, other in pairwise(chunks))
 
 
 def test_the_head_gets_no_gradient(case):

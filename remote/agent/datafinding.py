@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remote.agent.facts import free_space
 from remote.agent.finding import FAILED, OK, WARNING, Finding, failure, gib
 from remote.agent.preflight import NO_VERDICT
 from remote.protocol.codec import loads_object
@@ -137,3 +137,15 @@ def space_finding(root: Path, output_dir: str, ring: int, kept: int, verdict: Ve
     if own < _LOW_DISK:
         return Finding("space", WARNING, text, f"free some space under {root}: logs and events go there")
     return Finding("space", OK, text)
+
+
+def free_space(path: Path) -> dict[str, int]:
+    """Return total and free bytes where `path` lies or would be created; zeros when that cannot be asked."""
+    # Before the first deploy ROOT does not exist; the disk it will be on does.
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return {"total": 0, "free": 0}
+    return {"total": usage.total, "free": usage.free}

@@ -18,7 +18,6 @@ from remote.protocol.layout import is_release_id
 # Verb -> module; each has a function of the verb's name. Imported when asked for: a zip has no compiled files, so a call
 # pays for the source of every module it imports, and status has to answer within 100 ms.
 VERBS = {
-    "facts": "facts",
     "doctor": "doctor",
     "deploy": "deploy",
     "releases": "releases",

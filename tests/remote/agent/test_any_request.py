@@ -20,7 +20,6 @@ texts = st.text(max_size=8) | st.sampled_from(
 )
 values = scalars | texts | st.lists(texts, max_size=2) | st.dictionaries(texts, scalars, max_size=2)
 FIELDS = {
-    "facts": ["python"],
     "doctor": ["python", "release", "config"],
     "deploy": ["release", "manifest", "selfcheck", "python"],
     "releases": [],

@@ -1,9 +1,8 @@
-"""The verbs status, runs and facts."""
+"""The verbs status and runs."""
 
 from __future__ import annotations
 
 import json
-import sys
 
 from remote.agent.lifecycle import Tail, run_ids
 from remote.protocol.events import encode
@@ -74,14 +73,3 @@ def test_events_of_a_newer_trainer_and_garbage_are_skipped(tmp_path):
     newer = encode(step(3)).replace('"epoch":0', '"epoch":0,"novelty":[1]')
     run.events.write_bytes(b'\xff\xfe\n{"kind": "from_the_future"}\nnull\n{"kind": 5}\n' + newer.encode() + b"\n\x00\n")
     assert Tail.of(run).step == step(3)
-
-
-def test_facts(far):
-    far.running()
-    facts = far.ok("facts", python=sys.executable)
-    assert facts["release"] == far.release
-    assert facts["runs_alive"] == [far.run.run_id]
-    assert facts["gpus"] == []
-    assert facts["python"]["versions"]["torch"]
-    assert min(facts["cpus"], facts["memory"]["total"], facts["disk"]["free"], facts["shm"]["total"]) > 0
-    assert far.ok("facts", python="/no/python")["problems"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,14 @@ TARGET = {
 }
 
 
-def tiny_config(**overrides: Any) -> DrafterConfig:
+def tiny_config(target: Mapping[str, Any] | None = None, **overrides: Any) -> DrafterConfig:
     values: dict[str, Any] = {
         "num_layers": 3,
         "block_size": 4,
         "mask_token_id": 3,
         "num_target_layer_ids": 3,
     }
-    return derive(TARGET, **(values | overrides))
+    return derive(TARGET | dict(target or {}), **(values | overrides))
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def laptop(proxmox: Proxmox, tmp_path: Path) -> Laptop:
+def laptop(proxmox: Proxmox, tmp_path: Path) -> Iterator[Laptop]:
     """Somebody's laptop, with container 200 in mind; nothing is deployed."""
-    return Laptop(proxmox, tmp_path / "laptop")
+    made = Laptop(proxmox, tmp_path / "laptop")
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

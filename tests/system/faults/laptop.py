@@ -9,6 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,14 @@ def make_tree(place: Path, *switches: str, weights: bytes = b"") -> Path:
     return place
 
 
+def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    """Wait until something holds; fail when it does not."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not come about"
+        time.sleep(0.02)
+
+
 @dataclass
 class Laptop:
     """`way` are the options that name the destination; they are left out where a test gives its own."""
@@ -65,6 +75,7 @@ class Laptop:
     root: str = ROOT
     ssh_config: Path | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    _begun: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         (self.folder / "work").mkdir(parents=True)
@@ -103,7 +114,7 @@ class Laptop:
 
     def begin(self, *words: str, **settings: Any) -> subprocess.Popen[str]:
         """Begin a command line in a process of its own."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "dflashctl", *self.arguments(*words)],
             cwd=self.folder / "work",
             env=self._environment(),
@@ -113,6 +124,14 @@ class Laptop:
             text=True,
             **settings,
         )
+        self._begun.append(process)
+        return process
+
+    def close(self) -> None:
+        """End what a failed test has left."""
+        for process in self._begun:
+            process.kill()
+            process.communicate()
 
     def deploy(self, tree: Path, *more: str) -> str:
         """Ship a tree and return its release."""

@@ -50,6 +50,7 @@ class Relay:
         self._target = target
         self._cut = cut
         self._dead = dead
+        self.refused = 0
         self._wires: list[_Wire] = []
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -83,6 +84,7 @@ class Relay:
             while True:
                 client, _ = self._listener.accept()
                 if self._dead and self.was_cut:
+                    self.refused += 1
                     client.close()
                     continue
                 server = socket.create_connection(("127.0.0.1", self._target))

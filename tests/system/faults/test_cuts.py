@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from system.faults.laptop import Done, Laptop
+from system.faults.laptop import Done, Laptop, wait_for
 from system.faults.relay import Relay
 
 from remote.protocol.errors import ExitCode
@@ -53,6 +53,8 @@ def ends_sensibly(done: Done) -> None:
     assert ("error: " in done.stderr) == (done.returncode != 0)
     assert "Traceback" not in done.stderr
     assert "bug" not in done.stderr
+    # Nothing is wrong with the Python over there.
+    assert "--python" not in done.stderr
 
 
 def root_of(laptop: Laptop) -> RootLayout:
@@ -150,9 +152,21 @@ class TestStart:
     def test_at_its_phases(self, deployed, dead):
         whole = length(deployed, "start")
         deployed.answer("stop")
-        # Login, command, request, preflight, launched, loading.
-        for missing in (4000, 3300, 2600, 1900, 1200, 500):
+        # Login, request, preflight, launched, loading.
+        for missing in (3800, 2900, 2300, 1500, 500) if not dead else (2600, 1500):
             self.check(deployed, whole - missing, dead=dead)
+
+    def test_a_network_that_is_away_for_a_moment_is_waited_for(self, deployed):
+        whole = length(deployed, "start")
+        deployed.answer("stop")
+        with cut(deployed, whole - 1500, dead=True) as relay:
+            going = deployed.begin("start", "--json")
+            wait_for(lambda: relay.refused)
+            relay.mend()
+            out, err = going.communicate(timeout=60)
+        assert going.returncode == 0, err
+        assert "asking again" in err
+        assert living(deployed) == [json.loads(out)["run_id"]]
 
     @pytest.mark.long
     @anywhere

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TREE = Path(__file__).resolve().parents[1]
-ROOMS = ("dflashctl", "remote", "trainer", "templates")
+ROOMS = ("dflashctl", "remote", "trainer", "templates", "benchmarks")
 MODULE_LINES = 400
 FUNCTION_LINES = 50
 

@@ -37,6 +37,7 @@ class StepOptimizer:
     def __init__(self, drafter: nn.Module, config: TrainConfig, total_steps: int) -> None:
         self._config = config
         self._total_steps = total_steps
+        self._halted: torch.Tensor | None = None
         self._parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
         matrices = [parameter for parameter in self._parameters if parameter.dim() > 1]
         vectors = [parameter for parameter in self._parameters if parameter.dim() <= 1]
@@ -51,17 +52,34 @@ class StepOptimizer:
     def learning_rate(self, step: int) -> float:
         return learning_rate(step, self._total_steps, self._config)
 
-    def apply(self, step: int, *, loss_sum: torch.Tensor, weight_sum: torch.Tensor, drafters: int) -> StepOutcome:
+    def apply(
+        self,
+        step: int,
+        *,
+        loss_sum: torch.Tensor,
+        weight_sum: torch.Tensor,
+        drafters: int,
+        refuse: torch.Tensor | None = None,
+    ) -> StepOutcome:
         """Scale, clip and apply the gradients, then clear them.
 
         `loss_sum` and `weight_sum` are global sums. The gradients are averages over `drafters` (what DistributedDataParallel
         leaves), so that gradient of the mean loss = gradient * drafters / weight_sum. A step whose weight is zero, or whose loss
-        or gradient is not finite, is not applied: weights, moments and step counts stay.
+        or gradient is not finite, or with `refuse` (a device scalar) not 0, is not applied: weights, moments and step counts stay.
+        With on_nan = stop nothing is applied any more after a step that was refused for its numbers.
         """
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         scale = drafters / weight_sum
         norm = nn.utils.get_total_norm(gradients) * scale
-        skipped = (~(torch.isfinite(norm) & torch.isfinite(loss_sum) & (weight_sum > 0))).to(torch.float32)
+        empty = ~(weight_sum > 0)
+        bad = ~(torch.isfinite(norm) & torch.isfinite(loss_sum)) & ~empty
+        if refuse is not None:
+            bad = bad | (refuse != 0)
+        if self._config.on_nan == "stop":
+            # The host reads the flag one step later: until then the weights must stay those that the bad step met.
+            self._halted = bad if self._halted is None else bad | self._halted
+            bad = self._halted
+        skipped = (bad | empty).to(torch.float32)
         clip = torch.clamp(self._config.max_grad_norm / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(gradients, (scale * clip).to(gradients[0].dtype))  # pyright: ignore[reportPrivateImportUsage]
         for group in self._adamw.param_groups:

@@ -26,7 +26,7 @@ def train(session: DrafterSession) -> TrainResult:
         for position, micro_batch in enumerate(micro_batches):
             row = session.receive(micro_batch)
             # Gradients of SUMS add up; only the last backward of the step meets the other drafters'.
-            sums.add(session.backward(row, last=position == len(micro_batches) - 1))
+            sums.add(session.backward(row, last=position == len(micro_batches) - 1), row)
             session.release(row)
         if not micro_batches:
             session.stand_in(step)

@@ -65,6 +65,7 @@ class Step(Event):
     epoch: int = metric("epoch of the step's first micro-batch, counted from 0", line="d")
     loss: float = metric("weighted cross-entropy over all ranks and micro-batches of the step", unit="nats", line=".4f")
     accuracy: float = metric("share of supervised positions whose argmax is the label", line=".4f")
+    accuracy_by_row: tuple[float, ...] = metric("accuracy of block rows 1 to block size - 1", default=())
     accept_len: float = metric(
         "mean over blocks of 1 + leading correct rows (teacher-forced)", unit="tokens", line=".3f"
     )
@@ -155,6 +156,9 @@ class RunFinished(Event):
     tokens: int = metric("non-padding tokens trained by this run", unit="tokens", line="d", default=0)
     first_loss: float = metric("loss of the first step", unit="nats", line=".4f", default=0.0)
     last_loss: float = metric("loss of the last step", unit="nats", line=".4f", default=0.0)
+    not_applied: int = metric(
+        "steps refused for numbers that are not finite, or without a supervised position", line="d", default=0
+    )
 
 
 KINDS: dict[str, type[Event]] = {

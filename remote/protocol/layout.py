@@ -109,6 +109,11 @@ class RunLayout:
         """Default place of checkpoints, unless the configuration names an output directory."""
         return self.path / "checkpoints"
 
+    @property
+    def bad(self) -> Path:
+        """Batches of steps that were refused for their numbers."""
+        return self.path / "bad"
+
     def error(self, rank: int) -> Path:
         """RankError of one rank."""
         return self.path / "errors" / f"rank-{rank}.json"

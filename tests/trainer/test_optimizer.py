@@ -146,11 +146,12 @@ def test_gradients_are_cleared_but_stay_allocated() -> None:
 # ---- steps that must not happen
 
 
-@pytest.mark.parametrize("broken", ["nan gradient", "inf gradient", "nan loss", "inf loss", "no weight"])
+@pytest.mark.parametrize("broken", ["nan gradient", "inf gradient", "nan loss", "inf loss", "no weight", "bad states"])
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_refused_step_leaves_everything_untouched(broken: str, at: int) -> None:
     net, control = Net(), Net()
-    optimizer, reference = StepOptimizer(net, config(), 10), StepOptimizer(control, config(), 10)
+    settings = config(on_nan="continue")
+    optimizer, reference = StepOptimizer(net, settings, 10), StepOptimizer(control, settings, 10)
     for number in range(1, at):
         step(optimizer, net, number)
         step(reference, control, number)
@@ -164,9 +165,10 @@ def test_a_refused_step_leaves_everything_untouched(broken: str, at: int) -> Non
         gradient[2, 2] = math.nan if "nan" in broken else math.inf
     elif "loss" in broken:
         total = total * (math.nan if "nan" in broken else math.inf)
-    else:
+    elif broken == "no weight":
         weight, total = weight * 0, total * 0
-    outcome = optimizer.apply(at, loss_sum=total, weight_sum=weight, drafters=1)
+    refuse = torch.tensor(2.0 if broken == "bad states" else 0.0)
+    outcome = optimizer.apply(at, loss_sum=total, weight_sum=weight, drafters=1, refuse=refuse)
     assert float(outcome.skipped) == 1.0
     after = snapshot(net, optimizer)
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -175,6 +177,23 @@ def test_a_refused_step_leaves_everything_untouched(broken: str, at: int) -> Non
     step(optimizer, net, at + 1)
     step(reference, control, at + 1)
     assert all(torch.equal(net.state_dict()[name], value) for name, value in control.state_dict().items())
+
+
+def test_behind_a_bad_step_that_stops_the_run_the_weights_stay_those_that_it_met() -> None:
+    # The host hears of it one step later; what is saved beside the bad batch must be what the batch met.
+    net = Net()
+    optimizer = StepOptimizer(net, config(on_nan="stop"), 10)
+    rows = batch(1)
+    nothing = loss_sum(net, rows) * 0
+    nothing.backward()
+    empty = optimizer.apply(1, loss_sum=nothing.detach(), weight_sum=rows[2].sum() * 0, drafters=1)
+    assert float(empty.skipped) == 1.0
+    assert float(step(optimizer, net, 2).skipped) == 0.0  # A step without weight is no reason to stop.
+    before = snapshot(net, optimizer)
+    loss_sum(net, rows).backward()
+    optimizer.apply(3, loss_sum=torch.tensor(math.nan), weight_sum=rows[2].sum(), drafters=1)
+    assert float(step(optimizer, net, 4).skipped) == 1.0
+    assert all(torch.equal(snapshot(net, optimizer)[name], value) for name, value in before.items())
 
 
 def test_an_applied_step_says_so() -> None:

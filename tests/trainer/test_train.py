@@ -15,7 +15,7 @@ TOTAL = 6
 
 
 class Sums:
-    def add(self, sums: Any) -> None:
+    def add(self, sums: Any, row: Any) -> None:
         return
 
 

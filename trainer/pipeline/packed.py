@@ -12,6 +12,9 @@ from trainer.pipeline.ring import checksum
 States = torch.Tensor | tuple[torch.Tensor, ...]
 """Captured states of a row: one tensor [T, L*H], or with split-fc L tensors [T, H]."""
 
+STATES, COPY = 1.0, 2.0
+"""What is wrong with a row's states: they were not finite when packed, or they were and are not any more."""
+
 
 @dataclass(frozen=True)
 class RowTokens:
@@ -33,10 +36,22 @@ class RowTokens:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """A row with its states on the drafter's device."""
+    """A row with its states on the drafter's device, and whether they were finite when packed (None: nobody looked there)."""
 
     row: RowTokens
     states: States
+    packed_finite: bool | None = None
+
+    def verdict(self) -> torch.Tensor:
+        """Return f64 0 where the states are finite, STATES where they are not, COPY where they were when packed.
+
+        Judged here again, where they are used: shared roles have no header, and a copy may go wrong behind the packing.
+        """
+        layers = self.states if isinstance(self.states, tuple) else (self.states,)
+        finite = torch.stack([torch.isfinite(each).all() for each in layers]).all()
+        if self.packed_finite is False:
+            return torch.full((), STATES, dtype=torch.float64, device=finite.device)
+        return (~finite).double() * (COPY if self.packed_finite else STATES)
 
 
 @dataclass

@@ -58,7 +58,7 @@ class Fetcher:
         row = _row_tokens(header, view)
         self._verify(header, states, arrival)
         channel.send(SlotMessage(MessageKind.FREE, message.slot, message.batch))
-        return PackedRow(row, as_states(states, split=header.split))
+        return PackedRow(row, as_states(states, split=header.split), header.finite)
 
     def _verify(self, header: SlotHeader, states: torch.Tensor, arrival: Arrival) -> None:
         if not header.checksum:

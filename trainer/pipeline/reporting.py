@@ -6,10 +6,12 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from remote.protocol import events as ev
+from trainer.data.schedule import MicroBatch
 from trainer.pipeline.figures import StepFigures
 from trainer.telemetry import StageClock, Telemetry
 
@@ -27,6 +29,7 @@ class StepTraffic:
     epoch: int
     tokens: int
     lr: float
+    micro_batches: tuple[MicroBatch, ...] = ()
 
 
 class Reporter:
@@ -61,8 +64,8 @@ class Reporter:
         self._seconds[step] = now - self._last
         self._last = now
 
-    def step(self, figures: StepFigures, traffic: StepTraffic) -> None:
-        """Report a step that was `trained`."""
+    def step(self, figures: StepFigures, traffic: StepTraffic, saved: Path | None = None) -> None:
+        """Report a step that was `trained`; `saved`: where its batches lie, if they were refused and saved."""
         done = figures.step - self._first_step + 1
         left = self._total_steps - figures.step
         self._telemetry.emit(
@@ -74,6 +77,7 @@ class Reporter:
                 epoch=traffic.epoch,
                 loss=figures.loss,
                 accuracy=figures.accuracy,
+                accuracy_by_row=figures.accuracy_by_row,
                 accept_len=figures.accept_len,
                 lr=traffic.lr,
                 grad_norm=figures.grad_norm,
@@ -83,24 +87,44 @@ class Reporter:
                 applied=not figures.skipped,
             )
         )
-        for kind, message in step_alarms(figures):
+        for kind, message in step_alarms(figures, blame(figures, traffic.micro_batches), saved):
             self.alarm(kind, message, figures.step)
 
     def alarm(self, kind: str, message: str, step: int) -> None:
         self._telemetry.emit(ev.AlarmRaised(time=time.time(), rank=self._rank, alarm=kind, message=message, step=step))
 
 
-def step_alarms(figures: StepFigures) -> list[tuple[str, str]]:
-    """Return (kind, message) of what is wrong with a step's figures: the signatures of corrupted copies and of divergence."""
+_BLAME = {
+    "states": "the states of batch {b} were not finite when target {target} packed them",
+    "copy": "the states of batch {b} were finite when target {target} packed them, and are not on drafter {drafter}",
+    "loss": "the loss of batch {b} is not finite on drafter {drafter}, its states are",
+}
+
+
+def blame(figures: StepFigures, micro_batches: Sequence[MicroBatch]) -> str:
+    """Return which micro-batches of a refused step are not finite, and what of them; empty for a step that was not."""
+    if not figures.non_finite:
+        return ""
+    found = [(micro_batches[each.place], each.what) for each in figures.suspects]
+    if found:
+        return "; ".join(_BLAME[what].format(b=m.b, target=m.target, drafter=m.drafter) for m, what in found)
+    batches = ", ".join(str(each.b) for each in micro_batches)
+    return f"every loss is finite, but the gradient norm of batches {batches} is {figures.grad_norm}"
+
+
+def step_alarms(figures: StepFigures, blamed: str = "", saved: Path | None = None) -> list[tuple[str, str]]:
+    """Return (kind, message) of what is wrong with a step's figures: the signatures of corrupted copies and of divergence.
+
+    `blamed` says which micro-batches are not finite, `saved` where they lie.
+    """
     found: list[tuple[str, str]] = []
     if figures.torn:
         found.append(
             ("torn_metric", "the step's figures carry another step's number: they were read before their copy was done")
         )
     if figures.non_finite:
-        found.append(
-            ("non_finite", f"loss {figures.loss}, gradient norm {figures.grad_norm}: the step was not applied")
-        )
+        where = f"; saved in {saved}" if saved is not None else ""
+        found.append(("non_finite", f"{blamed}: the step was not applied{where}"))
     elif figures.skipped:
         found.append(("no_supervision", "no supervised position in the whole step: it was not applied"))
     elif figures.loss <= 0:

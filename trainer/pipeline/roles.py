@@ -223,5 +223,6 @@ def _finish(post: Post, outcome: TrainResult, session: DrafterSession | None) ->
             tokens=session.trained_tokens if session else 0,
             first_loss=session.first_loss if session else 0.0,
             last_loss=session.last_loss if session else 0.0,
+            not_applied=session.not_applied if session else 0,
         )
     )

@@ -22,11 +22,12 @@ from trainer.drafter.noise import Noise
 from trainer.drafter.objective import Objective, ObjectiveSums
 from trainer.drafter.step import drafter_forward
 from trainer.optimizer import StepOptimizer, StepOutcome
+from trainer.pipeline.bad_batch import Evidence
 from trainer.pipeline.figures import DeferredFigures, StepFigures, StepSums
 from trainer.pipeline.handover import Receiver
 from trainer.pipeline.packed import PackedRow, RowTokens
 from trainer.pipeline.plan import RunPlan
-from trainer.pipeline.reporting import Desk, ProfileTimer, StepTraffic
+from trainer.pipeline.reporting import Desk, ProfileTimer, StepTraffic, blame
 from trainer.pipeline.saving import Saving
 from trainer.pipeline.target_side import SharedReceiver
 from trainer.pipeline.world import World
@@ -67,6 +68,10 @@ class DrafterSession:
         self._saving = Saving(self.plan, self.config, self.world, self.drafter, self.optimizer, self.clock, self.desk)
         self.first_loss = self.last_loss = 0.0
         self.trained_tokens = 0
+        self.not_applied = 0
+        self._evidence = Evidence(
+            self.plan.run.bad, self.plan.config, self.drafter, writes_drafter=self.desk is not None
+        )
         self._gamma = self.config.gamma or gamma_for(self.config.block_size)
         self._objective = Objective.of(self.config)
         self._traffic: dict[int, StepTraffic] = {}
@@ -103,7 +108,10 @@ class DrafterSession:
     def begin_step(self, step: int) -> StepSums:
         """Return empty sums; the first drafter's carry whether a stop is wanted. Raises DflashError without a run directory."""
         self.step = step
-        return StepSums(self.config.block_size, self.device, stop_wanted=self.desk is not None and self._stop_wanted())
+        stop_wanted = self.desk is not None and self._stop_wanted()
+        return StepSums(
+            self.config.block_size, self.config.micro_batches_per_step, self.device, stop_wanted=stop_wanted
+        )
 
     def _stop_wanted(self) -> bool:
         # A run whose directory is deleted is not seen by `start` any more, and a checkpoint would make the directory anew:
@@ -123,16 +131,18 @@ class DrafterSession:
             epoch=everybody[0].epoch,
             tokens=sum(each.row.tokens for each in everybody),
             lr=self.optimizer.learning_rate(step),
+            micro_batches=tuple(everybody),
         )
         mine = (self.world.machine, self.index)
         return [each for each in everybody if (each.machine, each.drafter) == mine]
 
     def receive(self, micro_batch: MicroBatch) -> PackedRow:
         """Take the states of a micro-batch: wait for them, or with shared roles make them."""
-        if isinstance(self.receiver, SharedReceiver):
-            return self.receiver.receive(micro_batch.b)
-        with self.clock.stage("wait_states"):
-            return self.receiver.receive(micro_batch.b)
+        waits = not isinstance(self.receiver, SharedReceiver)
+        with self.clock.stage("wait_states") if waits else contextlib.nullcontext():
+            packed = self.receiver.receive(micro_batch.b)
+        self._evidence.keep(packed.row, micro_batch.target)
+        return packed
 
     def release(self, row: PackedRow) -> None:
         self.clock.add_tokens(row.row.tokens)
@@ -207,7 +217,11 @@ class DrafterSession:
             self.world.sum_over_drafters(sums.values)
         with self.clock.stage("optimizer"):
             return self.optimizer.apply(
-                step, loss_sum=sums.loss_sum, weight_sum=sums.weight_sum, drafters=self.world.drafter_count
+                step,
+                loss_sum=sums.loss_sum,
+                weight_sum=sums.weight_sum,
+                drafters=self.world.drafter_count,
+                refuse=sums.bad_states,
             )
 
     def report(self, step: int, sums: StepSums, outcome: StepOutcome) -> bool:
@@ -228,15 +242,31 @@ class DrafterSession:
         self.last_loss = figures.loss
         if figures.step == self.plan.first_step:
             self.first_loss = figures.loss
+        self.not_applied += figures.skipped
+        saved = self._settle(figures)
         if self.desk is not None:
-            self.desk.reporter.step(figures, traffic)
+            self.desk.reporter.step(figures, traffic, saved)
         if figures.non_finite and self.config.on_nan == "stop":
             raise DflashError(
                 f"step {figures.step} is not finite",
-                cause=f"loss {figures.loss}, gradient norm {figures.grad_norm}; the step was not applied to the weights",
-                hint="resume from the last checkpoint with a lower --lr, or go on regardless with --on-nan continue",
+                cause=f"{blame(figures, traffic.micro_batches)}; the step was not applied to the weights",
+                hint="look with `python -m trainer train --only-batch FILE` at what lies in the run's bad/; resume from the "
+                "last checkpoint with a lower --lr, or go on regardless with --on-nan continue",
             )
         return figures.stop
+
+    def _settle(self, figures: StepFigures) -> Path | None:
+        """Save the batches of a refused step. What cannot be saved is an alarm; the run ends, or goes on, as it would have."""
+        saved = None
+        try:
+            saved = self._evidence.settle(figures)
+        except DflashError as failure:
+            if self.desk is not None:
+                self.desk.reporter.alarm("bad_batch_lost", f"{failure.error}: {failure.cause}", figures.step)
+        if figures.non_finite and self.world.drafter_count > 1:
+            # The launcher ends every rank as soon as one has failed: not before the slowest has written.
+            distributed.barrier(group=self.world.drafters)
+        return saved
 
     def profile_if_due(self) -> None:
         """Emit this rank's stage profile and, at the desk, the pipeline's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,22 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remote.protocol import events as ev
+from trainer.data.rows import Row
+from trainer.data.schedule import MicroBatch
 from trainer.drafter.objective import ObjectiveSums
 from trainer.optimizer import StepOutcome
 from trainer.pipeline.copier import HostCopier, Mark
 from trainer.pipeline.figures import DeferredFigures, StepFigures, StepSums
+from trainer.pipeline.packed import COPY, STATES, PackedRow, RowTokens
 from trainer.pipeline.reporting import (
     PipelineProfiler,
     ProfileTimer,
     Reporter,
     StepTraffic,
+    blame,
     step_alarms,
     summarise,
 )
 from trainer.telemetry import StageClock
 
 CPU = torch.device("cpu")
-BLOCK = 4
+BLOCK, GROUP = 4, 3
 GOOD = StepFigures(
     step=7,
     loss=3.0,
@@ -41,10 +46,22 @@ GOOD = StepFigures(
 )
 
 
-def sums(loss: float = 6.0, weight: float = 4.0, *, stop: bool = False) -> StepSums:
-    result = StepSums(BLOCK, CPU, stop_wanted=stop)
-    metrics = torch.tensor([1.0, 8.0, 3.0, 2.0] + [0.0] * (2 * BLOCK), dtype=torch.float64)
-    result.add(ObjectiveSums(torch.tensor(loss, requires_grad=True), torch.tensor(weight), metrics))
+PER_ROW = [0.0, 4.0, 1.0, 0.0] + [0.0, 5.0, 4.0, 0.0]  # correct of rows 0 to 3, then supervised
+
+
+def packed(batch: int = 0, *, finite: bool = True, when_packed: bool | None = True, split: bool = False) -> PackedRow:
+    """A row of two positions, L·H = 6; not finite in one number."""
+    none = torch.zeros(0)
+    row = RowTokens(batch, 3, 0, none, none, none, none, tokens=2)
+    states = torch.ones(2, 6)
+    states[1, 4] = 1.0 if finite else math.inf
+    return PackedRow(row, tuple(states.split(3, dim=-1)) if split else states, when_packed)
+
+
+def sums(loss: float = 6.0, weight: float = 4.0, *, stop: bool = False, row: PackedRow | None = None) -> StepSums:
+    result = StepSums(BLOCK, GROUP, CPU, stop_wanted=stop)
+    metrics = torch.tensor([1.0, 8.0, 3.0, 2.0, *PER_ROW], dtype=torch.float64)
+    result.add(ObjectiveSums(torch.tensor(loss, requires_grad=True), torch.tensor(weight), metrics), row or packed())
     return result
 
 
@@ -68,12 +85,79 @@ class Sink:
 
 def test_micro_batches_add_up() -> None:
     both = sums(6.0, 4.0)
-    metrics = torch.tensor([3.0, 8.0, 5.0, 2.0] + [0.0] * (2 * BLOCK), dtype=torch.float64)
-    both.add(ObjectiveSums(torch.tensor(2.0), torch.tensor(4.0), metrics))
+    metrics = torch.tensor([3.0, 8.0, 5.0, 2.0, *PER_ROW], dtype=torch.float64)
+    both.add(ObjectiveSums(torch.tensor(2.0), torch.tensor(4.0), metrics), packed(1))
     (figures,) = DeferredFigures(HostCopier(), CPU).push(3, both, outcome())
     assert (figures.step, figures.loss, figures.weight_sum) == (3, 1.0, 8.0)
     assert (figures.accuracy, figures.accept_len, figures.grad_norm) == (0.25, 2.0, 0.5)
     assert (figures.torn, figures.skipped, figures.stop) == (False, False, False)
+    assert figures.accuracy_by_row[:2] == (0.8, 0.25)
+    assert math.isnan(figures.accuracy_by_row[2])  # No supervised position there.
+    assert figures.suspects == ()
+
+
+# ---- what is not finite, and where
+
+
+def judged(*parts: StepSums, skipped: float = 1.0) -> StepFigures:
+    """The figures of a step whose sums were reduced over drafters."""
+    for other in parts[1:]:
+        parts[0].values.add_(other.values)  # What the all-reduce does.
+    (figures,) = DeferredFigures(HostCopier(), CPU).push(3, parts[0], outcome(math.nan, skipped))
+    return figures
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("when_packed", "finite", "seen"),
+    [
+        (True, True, []),
+        (None, True, []),
+        (True, False, ["copy"]),
+        (False, False, ["states"]),
+        (None, False, ["states"]),
+        # A copy that made them finite is no better.
+        (False, True, ["states"]),
+    ],
+)
+def test_states_are_judged_where_they_are_used(
+    when_packed: bool | None, finite: bool, seen: list[str], split: bool
+) -> None:
+    row = packed(7, finite=finite, when_packed=when_packed, split=split)
+    one = sums(row=row)
+    assert float(one.bad_states) == {"states": STATES, "copy": COPY}.get("".join(seen), 0.0)
+    assert [(each.place, each.what) for each in judged(one).suspects] == [(7 % GROUP, what) for what in seen]
+
+
+def test_every_drafter_knows_the_suspects_of_all() -> None:
+    one, other = sums(math.inf, row=packed(3)), sums(row=packed(5, finite=False, when_packed=None))
+    figures = judged(one, other, sums(row=packed(4)))
+    assert [(each.place, each.what) for each in figures.suspects] == [(0, "loss"), (2, "states")]
+    micro_batches = [MicroBatch(b, 2, 0, Row((), 0), 0, target=b - 3, drafter=5 - b) for b in (3, 4, 5)]
+    assert blame(figures, micro_batches) == (
+        "the loss of batch 3 is not finite on drafter 2, its states are; "
+        "the states of batch 5 were not finite when target 2 packed them"
+    )
+    copied = judged(sums(row=packed(4, finite=False)))
+    assert "batch 4 were finite when target 1 packed them, and are not on drafter 1" in blame(copied, micro_batches)
+
+
+def test_a_loss_made_from_bad_states_says_nothing_of_its_own() -> None:
+    assert [each.what for each in judged(sums(math.nan, row=packed(finite=False))).suspects] == ["copy"]
+
+
+def test_without_a_suspect_the_gradients_of_the_whole_step_are_to_blame() -> None:
+    figures = judged(sums())
+    micro_batches = [MicroBatch(b, 2, 0, Row((), 0), 0, 0, 0) for b in (3, 4, 5)]
+    assert blame(figures, micro_batches) == "every loss is finite, but the gradient norm of batches 3, 4, 5 is nan"
+    assert blame(judged(sums(), skipped=0.0), micro_batches) == ""
+
+
+def test_bad_states_without_a_supervised_position_are_no_lack_of_supervision() -> None:
+    figures = judged(sums(0.0, 0.0, row=packed(finite=False)))
+    assert figures.non_finite
+    assert [kind for kind, _ in step_alarms(figures, "blamed", Path("bad"))] == ["non_finite"]
+    assert step_alarms(figures, "blamed", Path("bad"))[0][1] == "blamed: the step was not applied; saved in bad"
 
 
 def test_the_stop_flag_survives_the_sum_over_drafters() -> None:
@@ -84,7 +168,7 @@ def test_the_stop_flag_survives_the_sum_over_drafters() -> None:
 
 
 def test_a_step_without_supervision_has_no_loss_but_is_no_divergence() -> None:
-    empty = StepSums(BLOCK, CPU, stop_wanted=False)
+    empty = StepSums(BLOCK, GROUP, CPU, stop_wanted=False)
     (figures,) = DeferredFigures(HostCopier(), CPU).push(3, empty, outcome(math.nan, 1.0))
     assert math.isnan(figures.loss)
     assert figures.skipped
@@ -129,8 +213,8 @@ def test_a_torn_copy_is_known(keep: slice) -> None:
 def test_the_figures_of_another_step_are_known(step: int, other: int) -> None:
     (figures,) = DeferredFigures(HostCopier(), CPU).push(other, sums(), outcome())
     assert not figures.torn
-    values = [0.0] * (3 + 4 + 2 * BLOCK) + [0.5, 0.0, float(other), 1234.5678]
-    assert StepFigures.of(step, values).torn == (step != other)
+    values = [0.0] * (3 + 4 + 2 * BLOCK + 2 * GROUP) + [0.5, 0.0, float(other), 1234.5678]
+    assert StepFigures.of(step, values, BLOCK).torn == (step != other)
 
 
 # ---- alarms

@@ -29,6 +29,7 @@ BY_TYPE = {
     "int": st.integers(-(10**12), 10**12),
     "bool": st.booleans(),
     "float": st.floats(-1e12, 1e12) | st.sampled_from([math.nan, math.inf, -math.inf]),
+    "tuple[float, ...]": st.lists(st.floats(0, 1) | st.just(math.nan), max_size=4).map(tuple),
     "dict[str, float]": st.dictionaries(NAMES, st.floats(-1e6, 1e6), max_size=4),
 }
 

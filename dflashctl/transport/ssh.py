@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from dflashctl.errors import NoAnswer, NoProgram
 from dflashctl.transport.base import Channel, Finding
 from dflashctl.transport.sshconfig import Hop, behind_host, parse_destination, resolve
+from dflashctl.transport.sshline import Patience, dial
 from remote.protocol.errors import DflashError
 
 if TYPE_CHECKING:
@@ -98,13 +99,19 @@ class Ssh:
         return self._link
 
     def _connect(self) -> Link:
-        # fabric and paramiko take 0.15 s to import: not for a command line that has a mistake in it.
+        hops = self.hops
+        patience = Patience(hops[0].timeout)
+        began = time.monotonic()
+        # Before fabric and paramiko are imported, which takes 0.15 s: the far end says its first words meanwhile (a round
+        # trip, and 12 ms for the fork of its sshd).
+        line = dial(hops[0], patience)
+        dialled = time.monotonic() - began
         from dflashctl.transport.sshlink import Link
 
-        began = time.monotonic()
-        link = Link(behind_host(self._destination, self._config_file))
+        began = time.monotonic() - dialled
+        link = Link(behind_host(self._destination, self._config_file), patience, line)
         try:
-            for hop in self.hops:
+            for hop in hops:
                 link.add(hop)
         except BaseException:
             link.close()

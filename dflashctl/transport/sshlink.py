@@ -58,15 +58,17 @@ class Verified:
 class Link:
     """Connections to the hops added so far, the nearest first; each is carried by the one before. Use from one thread.
 
-    `destination` is what the operator writes behind --host to reach the last hop, for the hints.
+    `destination` is what the operator writes behind --host to reach the last hop, for the hints. `dialled` is a line to the
+    first hop, where there is one already, with its patience.
     """
 
-    def __init__(self, destination: str) -> None:
-        self.patience = Patience(_CLOSE_PATIENCE)
+    def __init__(self, destination: str, patience: Patience | None = None, dialled: Line | None = None) -> None:
+        self.patience = patience or Patience(_CLOSE_PATIENCE)
         self.verified: list[Verified] = []
         self._destination = destination
         self._connections: list[Any] = []
         self._lines: list[Line] = []
+        self._dialled = dialled
         silence_paramiko()
 
     def add(self, hop: Hop) -> None:
@@ -170,7 +172,8 @@ class Link:
 
     def _line(self, hop: Hop) -> Line:
         if not self._connections:
-            return dial(hop, self.patience)
+            line, self._dialled = self._dialled, None
+            return line or dial(hop, self.patience)
         gateway = self.verified[-1].hop
         try:
             channel = self._transport(-1).open_channel(

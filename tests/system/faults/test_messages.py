@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 
 import pytest
-from system.faults.laptop import Laptop
+from system.faults.laptop import Laptop, other_pct
 from testbed.proxmox import HOST
 from testbed.sshd import Sshd, free_port
 
@@ -80,18 +79,6 @@ def test_a_frozen_container_is_named_by_every_verb(laptop, real_proxmox, tree):
             assert "lxc-unfreeze -n 200" in words
     finally:
         real_proxmox["200"].thaw()
-
-
-@contextlib.contextmanager
-def other_pct(bed, script: str):
-    """Put a shell script in the place of pct; the real one stays beside it as pct.real."""
-    # By rename: the file is busy while somebody runs it.
-    place = "mv /usr/sbin/pct /usr/sbin/pct.real && cat > /usr/sbin/pct && chmod 755 /usr/sbin/pct"
-    bed.machine.run("sh", "-c", place, input=f"#!/bin/sh\n{script}\n", stdin=None)
-    try:
-        yield
-    finally:
-        bed.machine.run("mv", "/usr/sbin/pct.real", "/usr/sbin/pct")
 
 
 ATTACH = "lxc-attach: 200: ../src/lxc/attach.c: lxc_attach_run_command: 1841"

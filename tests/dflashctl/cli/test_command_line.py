@@ -46,6 +46,14 @@ def test_help_imports_nothing_heavy(cli, verb):
     assert max(map(len, done.stdout.splitlines())) <= 110
 
 
+def test_a_project_with_a_trainer_of_its_own_is_no_trap_for_python_m(cli):
+    (cli.directory / "trainer").mkdir()
+    (cli.directory / "trainer" / "__init__.py").write_text("raise SystemExit('the wrong trainer')\n")
+    done = cli.process("config", "show")
+    assert done.returncode == 0, done.stderr
+    assert "target_model" in done.stdout
+
+
 def test_the_main_page_names_every_verb_and_the_four_commands(capsys):
     assert command_line.run(["--help"]) == 0
     page = capsys.readouterr().out

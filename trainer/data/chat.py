@@ -8,15 +8,16 @@ messages[:i+1]. That holds only if both are prefixes of the whole text, which is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from remote.protocol.errors import preflight_error
+from remote.protocol.errors import preflight_error, usage_error
 from trainer.data.dialects import Conversation, Message
 
 
@@ -41,21 +42,36 @@ class Encoded:
 class ChatTokenizer:
     """A fast tokenizer with a chat template; special tokens come from the template alone."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
         self.template_sha256 = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.tokenizer_sha256 = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
-    def template(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """Return the template's text of some messages."""
+    def template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Return the template's text of some messages.
+
+        Raises:
+            jinja2.TemplateError: the template refuses them, for instance roles that do not alternate.
+        """
         return self._tokenizer.apply_chat_template(
-            [asdict(message) for message in messages], add_generation_prompt=add_generation_prompt, tokenize=False
+            [message.to_dict() for message in messages],
+            tools=list(tools) or None,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **self.template_kwargs,
         )
 
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """Return the ids a target continues with its reply."""
-        text = self.template(messages, add_generation_prompt=True)
+        text = self.template(messages, tools, add_generation_prompt=True)
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -64,24 +80,29 @@ class ChatTokenizer:
 
     def render(self, conversation: Conversation) -> Rendered:
         """Return the text of a conversation and where the assistant's turns stand in it."""
-        messages = conversation.messages
-        text = self.template(messages)
+        messages, tools = conversation.messages, conversation.tools
+        text = self.template(messages, tools)
         spans: list[tuple[int, int]] = []
         replies = [index for index, message in enumerate(messages) if message.role == "assistant"]
         for index in replies:
-            head = self.template(messages[:index], add_generation_prompt=True) if index else ""
-            upto = self.template(messages[: index + 1]) if index + 1 < len(messages) else text
+            head = self.template(messages[:index], tools, add_generation_prompt=True) if index else ""
+            upto = self.template(messages[: index + 1], tools) if index + 1 < len(messages) else text
             if not (index and upto.startswith(head) and text.startswith(upto)):
                 continue
             cut = conversation.finish == "length" and index == len(messages) - 1
-            end = _content_end(upto, len(head), messages[index].content) if cut else len(upto.rstrip())
+            end = _content_end(upto, len(head), messages[index]) if cut else len(upto.rstrip())
             if end > len(head):
                 spans.append((len(head), end))
         return Rendered(text, tuple(spans), len(replies) - len(spans))
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Encoded]:
-        """Return ids and loss mask of each conversation; those of more than one are tokenised in parallel."""
-        rendered = [self.render(conversation) for conversation in conversations]
+        """Return ids and loss mask of each conversation."""
+        return self.tokenise([self.render(conversation) for conversation in conversations])
+
+    def tokenise(self, rendered: Sequence[Rendered]) -> list[Encoded]:
+        """Return ids and loss mask of each text; those of more than one are tokenised in parallel."""
+        if not rendered:
+            return []
         texts = [one.text for one in rendered]
         tokens = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         return [
@@ -90,8 +111,8 @@ class ChatTokenizer:
         ]
 
 
-def load_tokenizer(path: Path) -> ChatTokenizer:
-    """Load the tokenizer of a target directory.
+def load_tokenizer(path: Path, template_kwargs: Mapping[str, Any] | None = None) -> ChatTokenizer:
+    """Load the tokenizer of a target directory; `template_kwargs` go to its chat template each time.
 
     Raises:
         DflashError: the directory or the tokenizer is missing, has no chat template, or is no fast tokenizer.
@@ -117,15 +138,30 @@ def load_tokenizer(path: Path) -> ChatTokenizer:
             cause="only fast tokenizers tell which characters a token stands for",
             hint="convert it with transformers, or bring tokenised data",
         )
-    return ChatTokenizer(tokenizer)
+    return ChatTokenizer(tokenizer, template_kwargs)
 
 
-def _content_end(upto: str, start: int, content: str) -> int:
+def parse_template_kwargs(text: str) -> dict[str, Any]:
+    """Return the object of --chat-template-kwargs, e.g. {"enable_thinking": false}. Raises a usage error."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise usage_error(
+            f"--chat-template-kwargs {text} is no JSON object", hint="for instance '{\"enable_thinking\": false}'"
+        )
+    return values
+
+
+def _content_end(upto: str, start: int, message: Message) -> int:
     """Return where a cut reply ends: behind its content, since the end-of-turn token is not the model's own.
 
-    A template may strip the content; 0 if it is not found at all, so that the turn is left out.
+    One that was cut while it thought has no content yet and ends behind its thoughts. A template may strip either; 0 if
+    it is not found at all, so that the turn is left out.
     """
-    for form in (content, content.strip()):
+    last = message.content or message.extras.get("reasoning_content", "")
+    for form in (last, last.strip()):
         position = upto.rfind(form, start) if form else -1
         if position >= 0:
             return position + len(form)

@@ -10,14 +10,14 @@ import argparse
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from remote.protocol.errors import preflight_error, usage_error
 from trainer.data.chat import ChatTokenizer, load_tokenizer
-from trainer.data.dialects import Message, conversation_of
+from trainer.data.dialects import Message, conversation_key, conversation_of
 from trainer.data.jsonl import parse_row, read_rows, row_error
 from trainer.data.progress import Progress
 
@@ -31,10 +31,11 @@ _WINDOW_BATCHES = 8
 
 @dataclass(frozen=True)
 class Prompt:
-    """Messages that end with a user's, their identity, and the ids the target continues."""
+    """Messages that the assistant replies to, the tools it may call, their identity, and the ids the target continues."""
 
     key: str
     messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...]
     input_ids: list[int]
 
 
@@ -89,11 +90,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def prompt_key(messages: Sequence[Message]) -> str:
-    """Return the identity of a prompt: 16 hex digits of sha256 over roles and contents."""
-    return hashlib.sha256(json.dumps([[m.role, m.content] for m in messages]).encode()).hexdigest()[:16]
-
-
 def stop_ids(target_model: Path, chat: ChatTokenizer) -> list[int]:
     """Return the sorted ids that end a reply: those of the generation configuration and the tokenizer's own.
 
@@ -139,7 +135,7 @@ def _generate(
 
 def _row(prompt: Prompt, reply: Reply, chat: ChatTokenizer, with_ids: bool) -> dict[str, Any]:
     messages = (*prompt.messages, Message("assistant", chat.decode(reply.token_ids)))
-    row: dict[str, Any] = {"messages": [asdict(message) for message in messages], "finish": reply.finish}
+    row: dict[str, Any] = {"messages": [message.to_dict() for message in messages], "finish": reply.finish}
     if with_ids:
         row |= {"input_ids": prompt.input_ids + reply.token_ids, "prompt_len": len(prompt.input_ids)}
     return row
@@ -185,7 +181,12 @@ def _done_keys(output: Path) -> Iterator[str]:
                 lines.truncate(whole)  # the writer was killed in mid-line
                 return
             whole += len(line)
-            yield prompt_key(conversation_of(parse_row(line, output, number), output, number).messages[:-1])
+            yield _key_of_row(parse_row(line, output, number), output, number)
+
+
+def _key_of_row(row: dict[str, Any], output: Path, number: int) -> str:
+    conversation = conversation_of(row, output, number)
+    return conversation_key(conversation.messages[:-1], conversation.tools)
 
 
 def _read_prompts(args: argparse.Namespace, chat: ChatTokenizer, done: set[str]) -> tuple[list[Prompt], int]:
@@ -194,18 +195,19 @@ def _read_prompts(args: argparse.Namespace, chat: ChatTokenizer, done: set[str])
     prompts: list[Prompt] = []
     skipped = 0
     for number, row in read_rows(args.prompts):
-        messages = conversation_of(row, args.prompts, number).messages
-        if messages[-1].role != "user":
-            raise row_error(args.prompts, number, f"the last message is the {messages[-1].role}'s, not the user's")
-        key = prompt_key(messages)
+        conversation = conversation_of(row, args.prompts, number)
+        messages, tools = conversation.messages, conversation.tools
+        if messages[-1].role == "assistant":
+            raise row_error(args.prompts, number, "the last message is the assistant's: there is nothing to reply to")
+        key = conversation_key(messages, tools)
         if key in seen:
             continue
         seen.add(key)
-        input_ids = chat.prompt_ids(messages)
+        input_ids = chat.prompt_ids(messages, tools)
         if args.max_length and len(input_ids) + args.max_new_tokens > args.max_length:
             skipped += 1
         else:
-            prompts.append(Prompt(key, messages, input_ids))
+            prompts.append(Prompt(key, messages, tools, input_ids))
     return prompts, skipped
 
 

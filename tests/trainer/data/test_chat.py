@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from remote.protocol.errors import DflashError
-from trainer.data.chat import ChatTokenizer, Encoded, load_tokenizer
+from trainer.data.chat import ChatTokenizer, Encoded, load_tokenizer, parse_template_kwargs
 from trainer.data.dialects import Conversation, Message
 
 END = "<|im_end|>"
@@ -143,3 +143,55 @@ def test_a_tokenizer_without_a_template_is_refused(chat: ChatTokenizer, tmp_path
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(DflashError, match="no chat template"):
         load_tokenizer(tmp_path)
+
+
+QWEN = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
+    "{% for k, v in c.function.arguments | items %} {{ k }}={{ v }}{% endfor %}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '\\n' }}</think>\n\n{% endif %}{% endif %}"
+)
+TOOLS = ({"name": "look"},)
+
+
+def qwen(chat: ChatTokenizer, reply: Message, finish: str = "stop", **kwargs: object) -> str:
+    """What is supervised of one reply under a template with thoughts and tools."""
+    tokenizer = with_template(chat, QWEN)._tokenizer
+    conversation = Conversation((Message("user", "hi"), reply), finish, TOOLS)  # type: ignore[arg-type]
+    (encoded,) = ChatTokenizer(tokenizer, kwargs).encode([conversation])
+    text = chat._tokenizer.decode(encoded.input_ids.tolist())
+    assert '"name": "look"' in text
+    (run,) = supervised(chat, encoded) or [""]
+    return run
+
+
+def test_thoughts_and_calls_are_the_targets_own_words(chat: ChatTokenizer) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "moon"}}}
+    reply = Message("assistant", "Wait.", {"reasoning_content": "Hm.", "tool_calls": [call]})
+    assert qwen(chat, reply) == "Hm.\n</think>\n\nWait.<tool_call>look at=moon</tool_call>" + END
+
+
+def test_a_template_keyword_decides_where_the_reply_begins(chat: ChatTokenizer) -> None:
+    assert qwen(chat, Message("assistant", "Hello."), enable_thinking=False) == "Hello." + END
+    assert qwen(chat, Message("assistant", "Hello.")) == "\n</think>\n\nHello." + END
+
+
+def test_a_reply_cut_in_its_thoughts_ends_there(chat: ChatTokenizer) -> None:
+    assert qwen(chat, Message("assistant", "", {"reasoning_content": "Let me see"}), "length") == "Let me see"
+    assert qwen(chat, Message("assistant", "Hel", {"reasoning_content": "Hm."}), "length") == "Hm.\n</think>\n\nHel"
+
+
+def test_the_prompt_holds_the_tools(chat: ChatTokenizer) -> None:
+    tokenizer = with_template(chat, QWEN)
+    prompt = tokenizer.prompt_ids([Message("user", "hi")], TOOLS)
+    assert '"name": "look"' in chat._tokenizer.decode(prompt)
+
+
+@pytest.mark.parametrize("text", ["enable_thinking", "[1]", "3"])
+def test_template_keywords_are_an_object(text: str) -> None:
+    with pytest.raises(DflashError, match="no JSON object"):
+        parse_template_kwargs(text)
+    assert parse_template_kwargs('{"enable_thinking": false}') == {"enable_thinking": False}

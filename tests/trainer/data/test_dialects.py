@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remote.protocol.errors import DflashError
-from trainer.data.dialects import Conversation, Message, conversation_of
+from trainer.data.dialects import Conversation, Message, conversation_key, conversation_of
 
 WANTED = (Message("user", "hi"), Message("assistant", "hello"))
 ANYTHING = st.recursive(
@@ -76,3 +76,85 @@ def test_any_row_is_read_or_refused_for_people(row: dict[str, Any]) -> None:
     except DflashError:
         return
     assert all(isinstance(message, Message) for message in conversation.messages)
+
+
+def turn(**fields: Any) -> Message:
+    return read({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", **fields}]}).messages[-1]
+
+
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "the moon"}}}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_have_one_name(name: str) -> None:
+    message = turn(content="hello", **{name: "A greeting."})
+    assert message == Message("assistant", "hello", {"reasoning_content": "A greeting."})
+    assert message.to_dict() == {"role": "assistant", "content": "hello", "reasoning_content": "A greeting."}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        CALL,
+        {"type": "function", "function": {"name": "look", "arguments": '{"at": "the moon"}'}},
+        {"name": "look", "arguments": {"at": "the moon"}},
+    ],
+)
+def test_tool_calls_have_one_form_and_need_no_content(call: dict[str, Any]) -> None:
+    for content in ({}, {"content": None}, {"content": ""}):
+        assert turn(tool_calls=[call], **content) == Message("assistant", "", {"tool_calls": [CALL]})
+
+
+def test_the_answer_of_a_tool_keeps_what_it_answers() -> None:
+    message = read(
+        {"messages": [{"role": "tool", "content": "bright", "tool_call_id": "c1", "name": "look"}]}
+    ).messages[0]
+    assert message == Message("tool", "bright", {"tool_call_id": "c1", "name": "look"})
+    assert read({"conversations": [{"from": "observation", "value": "bright"}]}).messages[0] == Message(
+        "tool", "bright"
+    )
+
+
+@pytest.mark.parametrize("tools", [[{"name": "look"}], '[{"name": "look"}]'])
+def test_tools_stand_beside_the_messages(tools: Any) -> None:
+    assert read({"prompt": "hi", "tools": tools}).tools == ({"name": "look"},)
+
+
+@pytest.mark.parametrize("none", [None, [], "", "[]"])
+def test_no_tools_are_none(none: Any) -> None:
+    assert read({"prompt": "hi", "tools": none}).tools == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "cause"),
+    [
+        ({"prompt": "hi", "tools": "look"}, "tools need"),
+        ({"prompt": "hi", "tools": ["look"]}, "tools need"),
+        ({"messages": [{"role": "user", "content": "hi", "name": 3}]}, "name of a message is a int"),
+        ({"messages": [{"role": "user", "content": "hi", "reasoning": ["a"]}]}, "reasoning_content of a message"),
+        ({"messages": [{"role": "assistant", "tool_calls": "look"}]}, "tool_calls need"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "tool_calls need"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "tool_calls need"),
+        ({"messages": [{"role": "assistant", "content": 3, "tool_calls": [CALL]}]}, "needs role and content"),
+    ],
+)
+def test_wrong_tools_and_thoughts_are_named(row: dict[str, Any], cause: str) -> None:
+    with pytest.raises(DflashError) as caught:
+        read(row)
+    assert "row 7" in caught.value.error
+    assert cause in caught.value.cause
+
+
+def test_the_key_of_a_prompt_is_pinned() -> None:
+    """An output that is resumed by a later version has to be recognised."""
+    assert conversation_key([Message("user", "Count to 3.")]) == "c6318caad8681765"
+
+
+def test_everything_the_target_sees_is_in_the_key() -> None:
+    keys = {
+        conversation_key([Message("user", "Count to 3.")]),
+        conversation_key([Message("system", "Count to 3.")]),
+        conversation_key([Message("user", "Count to 3.", {"name": "Ada"})]),
+        conversation_key([Message("user", "Count to 3.")], [{"name": "look"}]),
+    }
+    assert len(keys) == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from testbed.machine import missing_machine
 
 from benchmarks.remote import Bed, Row, agents, bulk, count_calls, follow_latency, in_turns, main, open_connection
 
@@ -22,9 +23,12 @@ def test_works_take_turns():
     assert {name: len(seconds) for name, seconds in took.items()} == {"one": 2, "two": 2}
 
 
-@pytest.fixture
-def bed(real_proxmox, tmp_path):
-    return Bed(real_proxmox, tmp_path)
+@pytest.fixture(scope="module")
+def bed(proxmox_host, tmp_path_factory):
+    if not proxmox_host.real:
+        pytest.skip(missing_machine())
+    yield Bed(proxmox_host, tmp_path_factory.mktemp("bed"))
+    proxmox_host.reset()
 
 
 def test_a_log_is_read_whole_while_memory_is_sampled(bed):

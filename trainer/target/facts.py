@@ -108,6 +108,9 @@ def read_config(directory: Path) -> dict[str, Any]:
         hint = "give the path of a directory with config.json and *.safetensors"
         if directory.parts[-3:] == _DEMO_TARGET:
             hint = "`make demo` makes the demo's target; or name yours with --target-model"
+        elif directory.is_relative_to("/dev/shm"):
+            # Where the presets keep a large model; it goes with the memory that it lies in.
+            hint = "a container start empties /dev/shm: copy the model there again"
         cause = "it is a file" if directory.exists() else "there is nothing at that path on the machine that trains"
         raise preflight_error(f"no model directory at {directory}", cause=cause, hint=hint)
     path = directory / "config.json"

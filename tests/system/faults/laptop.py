@@ -86,6 +86,7 @@ class Laptop:
     user: str = "root"
     root: str = ROOT
     ssh_config: Path | None = None
+    python: str = "/usr/bin/python3"
     environment: dict[str, str] = field(default_factory=dict)
     _begun: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -97,7 +98,7 @@ class Laptop:
     @property
     def way(self) -> list[str]:
         config = self.ssh_config or self.bed.ssh_config(self.user)
-        python = self.bed["200"].python if not self.bed.real else "/usr/bin/python3"
+        python = self.python if self.bed.real else self.bed["200"].python
         where = ["--ssh-config", str(config), "--root", self.root, "--python", python]
         return ["--host", HOST, *(["--ct", self.ct] if self.ct else []), *where]
 

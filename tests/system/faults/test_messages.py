@@ -160,8 +160,7 @@ def test_waiting_for_a_lock_for_a_moment_is_no_error(laptop, real_proxmox):
 )
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_python_that_is_none(laptop, real_proxmox, tree, python, error, verb):
-    way = laptop.way
-    laptop.__class__ = type("Other", (Laptop,), {"way": [*way[:-1], python]})
+    laptop.python = python
     assert refused(laptop, tree, verb)["error"] == error
 
 

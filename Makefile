@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MARKED := $(VENV)/.ready-dev
 
-.PHONY: demo check test test-long install dev clean
+.PHONY: demo check test test-long testbed install dev clean
 
 demo: $(READY)
 	$(BIN)/python templates/demo/run.py
@@ -24,6 +24,10 @@ test: $(MARKED)
 
 test-long: $(MARKED)
 	$(BIN)/python -m pytest -m long --timeout 1800
+
+# A Proxmox host on loopback, with real containers, to try the commands against; needs root and a few packages.
+testbed: $(MARKED)
+	PYTHONPATH=tests $(BIN)/python -m testbed
 
 install: $(READY)
 

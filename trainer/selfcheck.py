@@ -146,9 +146,13 @@ def _not_trained(run: RunLayout, output: str) -> DflashError:
     records = [read_record(RankError, path) for path in run.error(0).parent.glob("rank-*.json")]
     first = min((record for record in records if record is not None), key=lambda record: record.time, default=None)
     if first is None:
-        last = (output.splitlines() or ["it said nothing"])[-1]
+        # torch adds its C++ stack, which pushes what happened out of sight.
+        lines = [line for line in output.splitlines() if line.strip() and not line.startswith("frame #")]
         return preflight_error(
-            "the toy did not train", cause=last, hint="mend it and deploy again", detail=output[-4000:]
+            "the toy did not train",
+            cause=lines[-1] if lines else "it said nothing",
+            hint="mend it and deploy again",
+            detail="\n".join(lines)[-4000:],
         )
     return preflight_error(
         f"the toy did not train: the {first.role} failed in {first.phase}",

@@ -99,5 +99,13 @@ def _failed(release: str, code: int, said: dict[str, Any], output: str) -> Dflas
         f"the selfcheck of release {release} failed",
         cause=str(said.get("cause") or said.get("error") or f"`python -m trainer selfcheck` ended with code {code}"),
         hint=str(said.get("hint") or "mend it and deploy again; `current` is unchanged"),
-        detail="\n".join(output.splitlines()[-_TAIL_LINES:]),
+        detail=_detail(said, output),
     )
+
+
+def _detail(said: dict[str, Any], output: str) -> str:
+    """Return the traceback that the check reported, else the last lines it printed for people."""
+    # Events and the report itself are JSON lines: the operator has seen the one and gets the other as cause and hint.
+    printed = [line for line in output.splitlines() if line.strip() and not json_lines(line)]
+    lines = str(said.get("detail") or "").splitlines() or printed
+    return "\n".join(lines[-_TAIL_LINES:])

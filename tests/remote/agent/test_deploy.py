@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import tarfile
 import threading
@@ -236,6 +237,18 @@ class TestSelfcheck:
             assert "NameError: name 'bucket_ids' is not defined" in error["detail"]
             assert far.root.current.resolve().name == far.release
         assert far.deploy(files, selfcheck=False).result["changed"] is True
+
+    def test_what_the_check_reports_is_shown_as_text_without_its_events(self, far):
+        report = {"error": "the toy did not train", "cause": "boom", "hint": "mend it", "detail": "line one\nline two"}
+        program = (
+            'print(\'{"kind": "phase", "time": 1.0, "role": "leader", "phase": "selfcheck"}\')\n'
+            f"print({json.dumps(report)!r})\nprint('noise of a library')\nraise SystemExit(7)\n"
+        )
+        error = far.deploy(far.files(__main__=program), selfcheck=True).error
+        assert (error["cause"], error["hint"], error["detail"]) == ("boom", "mend it", "line one\nline two")
+        silent = program.replace("line one\\\\nline two", "")
+        assert silent != program
+        assert far.deploy(far.files(__main__=silent), selfcheck=True).error["detail"] == "noise of a library"
 
     def test_a_failure_of_a_python_without_torch_is_that_of_the_python(self, far):
         files = far.files(__main__="import no_such_package_here\n")

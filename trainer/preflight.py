@@ -171,11 +171,11 @@ def check_space(config: TrainConfig, drafter: DrafterConfig, output_dir: Path, f
     _need_space(output_dir, need, "checkpoints", "free space there, lower keep_checkpoints, or name another output_dir")
 
 
-def preflight(config: TrainConfig, output_dir: Path, *, devices: bool = True, freed_shm: int = 0) -> Prepared:
+def preflight(config: TrainConfig, output_dir: Path | None, *, devices: bool = True, freed_shm: int = 0) -> Prepared:
     """Check everything and return what was found. Raises one DflashError (2 or 7) for all that is wrong.
 
-    `devices`: whether GPUs are looked at, which whoever asks may have done; `freed_shm`: bytes of /dev/shm that a run gives
-    back which ends before this one begins.
+    `output_dir`: where checkpoints will need space, None for nowhere; `devices`: whether GPUs are looked at, which whoever
+    asks may have done; `freed_shm`: bytes of /dev/shm that a run gives back which ends before this one begins.
     """
     if not config.target_model or not config.data_dir:
         key = "target_model" if not config.target_model else "data_dir"
@@ -191,7 +191,7 @@ def preflight(config: TrainConfig, output_dir: Path, *, devices: bool = True, fr
         lambda: open_dataset(Path(config.data_dir), max_length=config.max_length, vocab_size=vocabulary)
     )
     drafter = None if facts is None else wrong.note(lambda: drafter_config(config, facts))
-    if drafter is not None:
+    if drafter is not None and output_dir is not None:
         wrong.note(lambda: check_space(config, drafter, output_dir, freed_shm))
     wrong.raise_all()
     assert facts is not None

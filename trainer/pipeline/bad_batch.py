@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -30,12 +31,16 @@ _KEPT_STEPS = 3
 
 @dataclass(frozen=True)
 class BadBatch:
-    """A micro-batch of a refused step. `seen`: states, copy, loss or gradient; `target`: the one that packed it."""
+    """A micro-batch of a refused step. `seen`: states, copy, loss or gradient; `target`: the one that packed it.
+
+    `token_ids_seen` i64[m]: what the softmax ran over besides random tokens; empty where it ran over the whole vocabulary.
+    """
 
     row: RowTokens
     seen: str
     target: int
     config: dict[str, Any]
+    token_ids_seen: torch.Tensor
 
     @classmethod
     def load(cls, path: Path) -> BadBatch:
@@ -44,6 +49,7 @@ class BadBatch:
             with safe_open(path, "pt") as file:
                 about = from_plain(_About, loads_object((file.metadata() or {}).get("bad_batch", "")))
             tensors = load_file(path)
+            token_ids_seen = tensors.pop("token_ids_seen")
             ids = tensors["document_ids"]
             row = RowTokens(about.batch, about.step, about.epoch, **tensors, tokens=int((ids >= 0).sum()))
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -52,7 +58,7 @@ class BadBatch:
                 cause=str(error),
                 hint="name a file bad/step-N/batch-B.safetensors of a run's directory",
             ) from error
-        return cls(row, about.seen, about.target, about.config)
+        return cls(row, about.seen, about.target, about.config, token_ids_seen)
 
     def save(self, path: Path) -> None:
         """Write the file. Raises OSError or SafetensorError."""
@@ -62,6 +68,7 @@ class BadBatch:
             "loss_mask": row.loss_mask,
             "document_ids": row.document_ids,
             "position_ids": row.position_ids,
+            "token_ids_seen": self.token_ids_seen,
         }
         about = _About(row.batch, row.step, row.epoch, self.seen, self.target, self.config)
         _save(tensors, path, {"bad_batch": dumps(about)})
@@ -93,10 +100,14 @@ def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]
 
 @dataclass
 class Evidence:
-    """One drafter's tokens of the steps whose figures are not read yet. `writes_drafter`: on one drafter, all have the same."""
+    """One drafter's tokens of the steps whose figures are not read yet. `documents`: the plan's .npz.
+
+    `writes_drafter`: on one drafter, all have the same weights.
+    """
 
     directory: Path
     config: dict[str, Any]
+    documents: Path
     drafter: Drafter
     writes_drafter: bool
     _rows: dict[int, list[tuple[RowTokens, int]]] = field(default_factory=dict)
@@ -120,11 +131,13 @@ class Evidence:
         seen = {suspect.place: suspect.what for suspect in figures.suspects}
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            with np.load(self.documents) as documents:
+                token_ids_seen = torch.from_numpy(documents["token_ids_seen"])
             for row, target in rows:
                 what = seen.get(row.batch % figures.micro_batches, "" if seen else "gradient")
                 if what:
                     file = directory / f"batch-{row.batch:08d}.safetensors"
-                    BadBatch(row, what, target, self.config).save(file)
+                    BadBatch(row, what, target, self.config, token_ids_seen).save(file)
             if self.writes_drafter:
                 weights = {name: value.detach().cpu().contiguous() for name, value in self.drafter.state_dict().items()}
                 _save(weights, directory / DRAFTER_FILE, {})

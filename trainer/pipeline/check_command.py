@@ -16,7 +16,7 @@ from trainer.preflight import Prepared, parameter_count, preflight
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `train`, and --json."""
-    command.add_arguments(parser)
+    command.add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the findings as one line of JSON")
     parser.add_argument("--skip-devices", action="store_true", help="do not look at the GPUs")
     parser.add_argument(

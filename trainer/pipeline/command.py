@@ -17,7 +17,19 @@ _STORY_VARIABLES = {"DFLASH_PROFILE_INTERVAL": "profile_interval", "DFLASH_SPLIT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags: every key of the configuration, and where else keys come from."""
+    """Declare the flags of `train`: the configuration's, and --only-batch."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--only-batch",
+        type=Path,
+        metavar="FILE",
+        help="run a batch from a run's bad/ once, without an optimizer step, and show what of it is not finite; keys come "
+        "from that run, flags replace them",
+    )
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare every key of the configuration, and where else keys come from."""
     parser.usage = "%(prog)s [--config FILE] [flags]"  # forty flags in brackets help nobody
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="TOML file of keys; its relative paths lead from it"
@@ -30,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(arguments: argparse.Namespace) -> TrainConfig:
+    """Return the configuration that all sources together give. Raises a usage error."""
+    return TrainConfig.from_mapping(read_values(arguments), "the configuration")
+
+
+def read_values(arguments: argparse.Namespace) -> dict[str, Any]:
     """Join the sources: flag, --set, environment of the story, file. Raises a usage error."""
     values: dict[str, Any] = {}
     if arguments.config is not None:
@@ -47,7 +64,7 @@ def read_config(arguments: argparse.Namespace) -> TrainConfig:
     if arguments.grad_accum is not None:
         drafters = len(values.get("drafter_gpus", TrainConfig().drafter_gpus))
         values["micro_batches_per_step"] = arguments.grad_accum * drafters
-    return TrainConfig.from_mapping(values, "the configuration")
+    return values
 
 
 def _beside(values: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -68,5 +85,9 @@ def _load_json(path: Path) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train; does not return when the launch succeeds."""
-    lead(read_config(arguments))
+    """Train; does not return when the launch succeeds. With --only-batch, return its exit code."""
+    if arguments.only_batch is not None:
+        from trainer.pipeline import only_batch  # Imports torch, for which no other use of this verb waits.
+
+        return only_batch.run(arguments.only_batch, read_values(arguments))
+    return lead(read_config(arguments))

@@ -66,11 +66,14 @@ def lead(config: TrainConfig) -> NoReturn:
         raise
 
 
-def prepare(config: TrainConfig, run: RunLayout) -> RunPlan:
-    """Check the configuration, reserve the ring and decide the plan. Raises DflashError; then nothing is left reserved."""
+def prepare(config: TrainConfig, run: RunLayout, *, saves: bool = True) -> RunPlan:
+    """Check the configuration, reserve the ring and decide the plan. Raises DflashError; then nothing is left reserved.
+
+    Without `saves` no checkpoint will be written, so no room for one is asked for.
+    """
     # A directory of its own under output_dir too: a run never writes among another run's checkpoints.
     output_dir = Path(config.output_dir).absolute() / run.run_id if config.output_dir else run.checkpoints
-    found = preflight(config, output_dir)
+    found = preflight(config, output_dir if saves else None)
     resume, first_step = resume_point(config, found)
     documents = run.path / "documents.npz"
     np.savez(

@@ -70,7 +70,11 @@ class DrafterSession:
         self.trained_tokens = 0
         self.not_applied = 0
         self._evidence = Evidence(
-            self.plan.run.bad, self.plan.config, self.drafter, writes_drafter=self.desk is not None
+            self.plan.run.bad,
+            self.plan.config,
+            Path(self.plan.documents),
+            self.drafter,
+            writes_drafter=self.desk is not None,
         )
         self._gamma = self.config.gamma or gamma_for(self.config.block_size)
         self._objective = Objective.of(self.config)

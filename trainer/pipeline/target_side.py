@@ -23,7 +23,7 @@ class Producer:
     def __init__(
         self, target: Target, reader: RowReader, clock: StageClock, *, device: torch.device, verify_copies: str
     ) -> None:
-        self._target = target
+        self.target = target
         self._reader = reader
         self._clock = clock
         self._device = device
@@ -36,7 +36,7 @@ class Producer:
     def states(self, read: ReadRow, buffer: PackBuffer) -> torch.Tensor:
         """Run the target and pack what it captured into `buffer`, on the same stream (rule 1)."""
         with self._clock.stage("target_forward"):
-            captured = self._target.capture(read.padded.to(self._device), read.lengths)
+            captured = self.target.capture(read.padded.to(self._device), read.lengths)
         with self._clock.stage("pack"):
             # The captured outputs die with this frame, before the next forward (rule 11).
             states = buffer.pack(captured, read.lengths, len(read.row.input_ids))
@@ -84,7 +84,10 @@ class SharedReceiver:
         micro_batch = next(self._batches)
         if micro_batch.b != batch:
             raise ValueError(f"the drafter asked for batch {batch}, the schedule says {micro_batch.b}")
-        read = self._producer.read(micro_batch)
+        return self.make(self._producer.read(micro_batch))
+
+    def make(self, read: ReadRow) -> PackedRow:
+        """Run the target on what was read. The row's states are overwritten by the next call."""
         states = self._producer.states(read, self._buffer)
         return PackedRow(read.row, as_states(states, split=self._buffer.split))
 

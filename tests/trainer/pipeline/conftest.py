@@ -201,3 +201,49 @@ def trained(start: Callable[..., Run], finish: Callable[[Run], Run]) -> Callable
         return runs[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def poisoned(
+    make_target: Callable[..., Path], data_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """A target whose embedding of token 47 is NaN, and data in which one document in the middle holds that token."""
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path_factory.mktemp("poisoned")
+    model = directory / "model"
+    model.mkdir()
+    source = make_target(tie_word_embeddings=False)
+    for path in source.iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][47] = float("nan")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    documents = [json.loads(line) for line in data_file.read_text().splitlines()]
+    for number, document in enumerate(documents):
+        document["input_ids"] = [46 if token == 47 else token for token in document["input_ids"]]
+        if number == 20:
+            document["input_ids"][1] = 47
+    data = directory / "data.jsonl"
+    data.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    return {"target_model": str(model), "data_dir": str(data)}
+
+
+@pytest.fixture(scope="session")
+def broken_head(make_target: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], str]:
+    """Return broken_head(factor): a target whose head is multiplied, while its states stay what they were."""
+
+    from safetensors.torch import load_file, save_file
+
+    def make(factor: float) -> str:
+        model = tmp_path_factory.mktemp("head") / "model"
+        model.mkdir()
+        for path in make_target(tie_word_embeddings=False).iterdir():
+            (model / path.name).write_bytes(path.read_bytes())
+        weights = load_file(model / "model.safetensors")
+        weights = {name: value.double() if name == "lm_head.weight" else value for name, value in weights.items()}
+        weights["lm_head.weight"] *= factor
+        save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+        return str(model)
+
+    return make

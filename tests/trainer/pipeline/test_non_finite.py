@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from remote.protocol import events as ev
 from remote.protocol.errors import DflashError
@@ -20,30 +20,6 @@ from trainer.pipeline.figures import StepFigures, Suspect
 from trainer.pipeline.packed import RowTokens
 
 LAYOUTS = {"1+1": ([0], [1]), "2+2": ([0, 1], [2, 3]), "shared 2": ([0, 1], [0, 1])}
-
-
-@pytest.fixture(scope="module")
-def poisoned(
-    make_target: Callable[..., Path], data_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, str]:
-    """A target whose embedding of token 47 is NaN, and data in which one document in the middle holds that token."""
-    directory = tmp_path_factory.mktemp("poisoned")
-    model = directory / "model"
-    model.mkdir()
-    source = make_target(tie_word_embeddings=False)
-    for path in source.iterdir():
-        (model / path.name).write_bytes(path.read_bytes())
-    weights = load_file(model / "model.safetensors")
-    weights["model.embed_tokens.weight"][47] = float("nan")
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    documents = [json.loads(line) for line in data_file.read_text().splitlines()]
-    for number, document in enumerate(documents):
-        document["input_ids"] = [46 if token == 47 else token for token in document["input_ids"]]
-        if number == 20:
-            document["input_ids"][1] = 47
-    data = directory / "data.jsonl"
-    data.write_text("".join(json.dumps(document) + "\n" for document in documents))
-    return {"target_model": str(model), "data_dir": str(data)}
 
 
 def bad_steps(run: Any) -> list[Path]:
@@ -122,24 +98,6 @@ def test_every_layout_refuses_the_same_steps_and_learns_the_same(
 # ---- losses and gradients
 
 
-@pytest.fixture(scope="module")
-def broken_head(make_target: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], str]:
-    """Return broken_head(factor): a target whose head is multiplied, while its states stay what they were."""
-
-    def make(factor: float) -> str:
-        model = tmp_path_factory.mktemp("head") / "model"
-        model.mkdir()
-        for path in make_target(tie_word_embeddings=False).iterdir():
-            (model / path.name).write_bytes(path.read_bytes())
-        weights = load_file(model / "model.safetensors")
-        weights = {name: value.double() if name == "lm_head.weight" else value for name, value in weights.items()}
-        weights["lm_head.weight"] *= factor
-        save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-        return str(model)
-
-    return make
-
-
 @pytest.mark.parametrize(
     ("factor", "seen", "words"),
     [
@@ -182,11 +140,13 @@ def evidence(tmp_path: Path, tiny_values: dict[str, Any]) -> Evidence:
     from trainer.config import TrainConfig
 
     drafter: Drafter = fresh_drafter(TrainConfig.from_mapping(tiny_values))
-    return Evidence(tmp_path / "bad", {"lr": 1.0}, drafter, writes_drafter=False)
+    np.savez(tmp_path / "documents.npz", token_ids_seen=np.array([3, 5]))
+    return Evidence(tmp_path / "bad", {"lr": 1.0}, tmp_path / "documents.npz", drafter, writes_drafter=False)
 
 
 def test_a_saved_batch_comes_back(tmp_path: Path) -> None:
-    BadBatch(row(34, 12), "loss", 2, {"lr": 1.0, "attention": "full"}).save(tmp_path / "batch")
+    seen = torch.tensor([3, 5])
+    BadBatch(row(34, 12), "loss", 2, {"lr": 1.0, "attention": "full"}, seen).save(tmp_path / "batch")
     back = BadBatch.load(tmp_path / "batch")
     assert (back.seen, back.target, back.config) == ("loss", 2, {"lr": 1.0, "attention": "full"})
     assert (back.row.batch, back.row.step, back.row.epoch, back.row.tokens) == (34, 12, 1, 5)
@@ -219,7 +179,8 @@ def test_only_what_is_suspect_is_saved_and_of_its_own_step(evidence: Evidence) -
     directory = evidence.settle(figures(2, Suspect(2, "copy"), Suspect(1, "loss")))  # Batch 4 is another drafter's.
     assert directory is not None
     assert [path.name for path in directory.iterdir()] == ["batch-00000005.safetensors"]
-    assert BadBatch.load(directory / "batch-00000005.safetensors").seen == "copy"
+    bad = BadBatch.load(directory / "batch-00000005.safetensors")
+    assert (bad.seen, bad.token_ids_seen.tolist()) == ("copy", [3, 5])
     assert list(evidence._rows) == [3]
 
 

@@ -172,36 +172,72 @@ def run_true(transport: Transport) -> None:
     channel.close()
 
 
-def follow_latency(bed: Bed, count: int) -> list[Row]:
-    """Measure the time from the write of a line to its arrival on the client's stdout; both read one clock."""
-    seconds: list[float] = []
+class Stopwatch:
+    """Writes lines that carry the time to a run's log and reads them from a follower; both read one clock."""
 
-    def read(lines: IO[bytes]) -> None:
+    def __init__(self, bed: Bed) -> None:
+        self.arrived: list[tuple[float, float]] = []
+        """Of each line that came: when it was written and when it was on the client's stdout, in seconds."""
+        self._log = bed.log.open("ab", buffering=0)
+
+    def read(self, lines: IO[bytes]) -> None:
         for line in lines:
-            seconds.append(time.monotonic() - float(line))
+            self.arrived.append((float(line), time.monotonic()))
 
+    def write(self) -> float:
+        now = round(time.monotonic(), 6)
+        self._log.write(b"%.6f\n" % now)
+        return now
+
+    def write_until_read(self, since: float) -> float:
+        """Write a line every 20 ms until one written after `since` has come; return when it came."""
+        while not (came := [then for wrote, then in self.arrived if wrote > since]):
+            self.write()
+            time.sleep(0.02)
+        return came[0]
+
+    def close(self) -> None:
+        self._log.close()
+
+
+@contextlib.contextmanager
+def followed(bed: Bed) -> Iterator[Stopwatch]:
+    """Yield a stopwatch once following has begun."""
+    with contextlib.closing(Stopwatch(bed)) as watch:
+        with bed.begin(["logs", "--follow", "--tail", "0"]) as (_, lines):
+            reader = threading.Thread(target=watch.read, args=[lines])
+            reader.start()
+            watch.write_until_read(0.0)
+            yield watch
+        reader.join()
+
+
+def follow_latency(bed: Bed, count: int) -> list[Row]:
+    """Measure the time from the write of a line to its arrival on the client's stdout."""
     # Seeded: where in the far end's pause a line falls is drawn, and drawn the same each time.
     draw = random.Random(0)
-    with bed.begin(["logs", "--follow", "--tail", "0"]) as (_, lines), bed.log.open("ab", buffering=0) as log:
-        reader = threading.Thread(target=read, args=[lines])
-        reader.start()
-        while not seconds:
-            log.write(b"%.6f\n" % time.monotonic())
-            time.sleep(0.2)
-        before = len(seconds)
+    with followed(bed) as watch:
+        begun = round(time.monotonic(), 6)
         for _ in range(count):
-            log.write(b"%.6f\n" % time.monotonic())
+            last = watch.write()
             time.sleep(draw.uniform(0.02, 0.06))
-        while len(seconds) < before + count:
-            time.sleep(0.01)
-    reader.join()
-    # The very first lines waited for the follower to come about.
-    del seconds[:before]
-    ordered = sorted(1000 * value for value in seconds)
+        watch.write_until_read(last)
+    ordered = sorted(1000 * (then - wrote) for wrote, then in watch.arrived if begun < wrote <= last)
     return [
         Row(f"logs --follow: write to stdout, median of {len(ordered)}", statistics.median(ordered), "ms", 100),
         Row("logs --follow: write to stdout, 95 of 100", ordered[int(0.95 * len(ordered))], "ms"),
     ]
+
+
+def come_back(bed: Bed, count: int) -> list[Row]:
+    """Measure how long a follower whose sshd was killed shows nothing; the first 0.2 s it waits on purpose."""
+    took: list[float] = []
+    with followed(bed) as watch:
+        for _ in range(count):
+            killed = time.monotonic()
+            bed.proxmox.sshd.kill_sessions()
+            took.append(1000 * (watch.write_until_read(killed) - killed))
+    return [Row("logs --follow: a killed sshd to the next line, median", statistics.median(took), "ms")]
 
 
 def resident(pid: int) -> float:
@@ -254,6 +290,7 @@ def measure(bed: Bed, count: int, megabytes: int) -> Iterator[Row]:
         yield from whole_command(bed, count, delay)
         yield from open_connection(bed, count, delay)
     yield from follow_latency(bed, 20 * count)
+    yield from come_back(bed, count)
     with bed.log.open("ab") as log:
         for _ in range(megabytes):
             log.write(LINE * (1_000_000 // len(LINE)))

@@ -15,8 +15,8 @@ from remote.protocol.errors import DflashError
 from remote.protocol.frames import FrameError
 from remote.protocol.layout import is_release_id
 
-# Verb -> module; each has a function of the verb's name. Imported when asked for: a zip has no compiled files, so a call
-# pays for the source of every module it imports, and status has to answer within 100 ms.
+# Verb -> module; each has a function of the verb's name. Imported when asked for: status takes 60 ms of CPU with what it
+# needs, 89 ms where nothing is compiled (a zip), and has to answer within 100 ms.
 VERBS = {
     "doctor": "doctor",
     "deploy": "deploy",

@@ -7,7 +7,18 @@ import time
 import pytest
 from testbed.machine import missing_machine
 
-from benchmarks.remote import Bed, Row, agents, bulk, count_calls, follow_latency, in_turns, main, open_connection
+from benchmarks.remote import (
+    Bed,
+    Row,
+    agents,
+    bulk,
+    come_back,
+    count_calls,
+    follow_latency,
+    in_turns,
+    main,
+    open_connection,
+)
 
 
 def test_a_row_says_whether_its_figure_is_over_its_bound():
@@ -56,6 +67,7 @@ def test_all_other_figures(bed):
     assert ratio.figure == pytest.approx(status.figure / true.figure)
     assert true.figure > 200
     assert [row.unit for row in follow_latency(bed, 5)] == ["ms", "ms"]
+    assert come_back(bed, 1)[0].figure > 200
     assert {row.figure for row in count_calls(bed)} == {1}
 
 

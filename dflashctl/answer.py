@@ -25,8 +25,16 @@ UPLOAD_SILENCE = 30.0
 _ALIVE_SECONDS = 3.0
 """An agent that was heard so lately lives: its heartbeats are two seconds apart."""
 
+_MOST_NOISE = 1 << 20
+"""Bytes before hello after which no answer is expected any more: silence alone does not end a far end that never stops."""
+
+_TASTE = 40
 _SHOWN = 500
 """Characters of a far end's own words that a person is shown."""
+
+
+class _NeverQuiet(Exception):
+    """More was said before hello than any greeting is long."""
 
 
 class NoHello(Exception):
@@ -66,6 +74,7 @@ class Answer:
         self._parser = FrameParser(nonce)
         self._waiting: list[Frame] = []
         self._heard = b""
+        self._noise = 0
         self._heard_at = time.monotonic()
 
     def __enter__(self) -> Answer:
@@ -114,6 +123,12 @@ class Answer:
             ) from None
         except FrameError as error:
             raise NoAnswer(f"no sensible answer from {name}", cause=str(error), hint=NO_ANSWER_HINT) from error
+        except _NeverQuiet:
+            raise NoAnswer(
+                f"no sensible answer from {name}",
+                cause=f"it said more than {_MOST_NOISE >> 20} MiB and no answer, at last {shortened(self._words()[-_TASTE:])!r}",
+                hint="a login script there may never end: `ssh HOST true` must say nothing and come back",
+            ) from None
         if frame is not None and frame.kind is Kind.ERROR:
             raise _far_end_error(self._object(frame))
         if frame is None or frame.kind is not Kind.HELLO:
@@ -178,7 +193,10 @@ class Answer:
             # Kept beside the parser, which holds back the last bytes: the end of a header may still come.
             if not self.hello:
                 self._heard = (self._heard + data)[-FrameParser.NOISE_KEPT :]
+                self._noise += len(data)
             self._waiting.extend(self._parser.feed(data))
+            if not self._waiting and self._noise > _MOST_NOISE:
+                raise _NeverQuiet
         return self._waiting.pop(0)
 
     def _words(self) -> str:

@@ -15,6 +15,8 @@ from dflashctl.transport.sshline import Patience
 
 _PIECE = 1 << 18
 _STDERR_KEPT = 4096
+_MOST_HELD = 16 << 20
+"""Bytes taken in while something is sent: from a far end that never stops talking, no more."""
 _GLANCE = 0.05
 """Seconds a send waits for room before it looks at what came in: a far end that is full reads nothing until it is emptied."""
 _LAST_WORDS = 0.1
@@ -53,7 +55,7 @@ class SshChannel:
         deadline = time.monotonic() + timeout
         while left:
             # Taken in, or a far end that cannot get rid of its answer would never read on.
-            while self._take_in():
+            while len(self._received) < _MOST_HELD and self._take_in():
                 pass
             sent = self._send_piece(bytes(left[:_PIECE]))
             if sent:

@@ -1,16 +1,11 @@
-"""Speculative decoding with a drafter and its target: acceptance length, and whether the output is the target's own.
-
-Greedy output equals the target's for ANY drafter; equality says that the decoding is right, acceptance that the drafter is.
-"""
+"""`python -m trainer evaluate`: the prompts, the pairs of target and drafter, the report. What is measured: measure.py."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +13,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from remote.protocol.errors import preflight_error, usage_error
+from trainer.choice import Sampling
 from trainer.data import chat
 from trainer.data.dialects import conversation_of
+from trainer.data.documents import open_dataset
 from trainer.data.jsonl import read_rows
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import Drafter
 from trainer.export import load_exported
-from trainer.speculate import speculate
+from trainer.measure import Evaluation, TargetAlone, decode_alone, evaluate
+from trainer.on_policy import on_policy_rate
 from trainer.target.decode import Decoder, load_decoder
 from trainer.target.facts import TargetFacts, target_facts
 from trainer.target.load import load_tokenizer
@@ -32,89 +30,6 @@ from trainer.target.load import load_tokenizer
 _PROMPT_FORMS = 'give humaneval, JSONL of {"prompt": "..."} rows, or JSON with a list of lists of token ids'
 HUMANEVAL_TASKS = range(0, 151, 10)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-@dataclass(frozen=True)
-class PromptResult:
-    """One prompt: new tokens by speculative decoding and by the target alone, committed tokens of each verification.
-
-    `acceptance_lengths` is the list of that name of PyPI dflash 0.1.0: the last entry is cut at the token limit, and
-    the token that the prefill yields is in none of them.
-    """
-
-    prompt_tokens: int
-    output_ids: list[int]
-    acceptance_lengths: list[int]
-    target_ids: list[int]
-
-    @property
-    def identical(self) -> bool:
-        """Whether the output is the target's own greedy output."""
-        return self.output_ids == self.target_ids
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """All prompts for one drafter; `seconds` is the wall time of its speculative decoding."""
-
-    results: list[PromptResult]
-    seconds: float
-
-    @property
-    def committed_tokens(self) -> int:
-        """Tokens committed by verifications."""
-        return sum(sum(result.acceptance_lengths) for result in self.results)
-
-    @property
-    def verifications(self) -> int:
-        """Forwards of the target over a drafted block."""
-        return sum(len(result.acceptance_lengths) for result in self.results)
-
-    @property
-    def acceptance(self) -> float:
-        """Committed tokens for each verification, pooled over the prompts; 1 is what no drafter at all would give."""
-        return self.committed_tokens / max(1, self.verifications)
-
-    @property
-    def identical_count(self) -> int:
-        """Prompts whose output is the target's own."""
-        return sum(result.identical for result in self.results)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures and every prompt's lists."""
-        return {
-            "acceptance": self.acceptance,
-            "committed_tokens": self.committed_tokens,
-            "verifications": self.verifications,
-            "prompts": len(self.results),
-            "identical": self.identical_count == len(self.results),
-            "identical_count": self.identical_count,
-            "seconds": self.seconds,
-            "results": [vars(result) | {"identical": result.identical} for result in self.results],
-        }
-
-
-def evaluate(
-    decoder: Decoder,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int = 64,
-    *,
-    target_outputs: Sequence[Sequence[int]] | None = None,
-) -> Evaluation:
-    """Decode every prompt greedily with the drafter, stop tokens ignored, and compare with the target alone.
-
-    `target_outputs` are the target's own (`Decoder.greedy`), made here if not given.
-    """
-    own = decoder.greedy(prompts, max_new_tokens) if target_outputs is None else target_outputs
-    begin = time.perf_counter()
-    decoded = speculate(decoder, drafter, prompts, max_new_tokens)
-    seconds = time.perf_counter() - begin
-    results = [
-        PromptResult(len(prompt), output_ids, lengths, list(target_ids))
-        for prompt, (output_ids, lengths), target_ids in zip(prompts, decoded, own, strict=True)
-    ]
-    return Evaluation(results, seconds)
 
 
 def humaneval_prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -191,42 +106,91 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts_help = "humaneval (default: 16 of its tasks), JSONL of prompts, or JSON with lists of token ids"
     parser.add_argument("--prompts", default="humaneval", help=prompts_help)
     parser.add_argument("--max-new-tokens", type=int, default=64, help="new tokens for each prompt (default 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default); else tokens are drawn")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the most likely tokens up to this share")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
     parser.add_argument(
         "--dtype", choices=sorted(DTYPES), default="float32", help="of the computation (default float32)"
     )
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda[:N]")
+    on_policy = "tokenised data: say on a sample of it how many labels are the target's own choice"
+    parser.add_argument("--on-policy-data", type=Path, help=on_policy)
+    parser.add_argument("--on-policy-documents", type=int, default=64, help="size of that sample (default 64)")
     parser.add_argument("--json", type=Path, help="write figures and token ids to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate as the command line says; return the exit code."""
-    if arguments.max_new_tokens < 1:
-        raise usage_error(f"--max-new-tokens is {arguments.max_new_tokens}", hint="give at least 1")
-    if arguments.json and not arguments.json.parent.is_dir():
-        raise usage_error(f"there is no directory for --json {arguments.json}")
-    dtype = DTYPES[arguments.dtype]
+    _check_arguments(arguments)
+    sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
+    dtype, facts = DTYPES[arguments.dtype], target_facts(arguments.target_model)
     # Before the target, which takes longer: a wrong drafter path fails at once.
-    drafters = [load_exported(path, dtype).to(arguments.device) for path in arguments.drafter]
+    drafters = [load_exported(path, dtype, facts.num_layers).to(arguments.device) for path in arguments.drafter]
+    for path, drafter in zip(arguments.drafter, drafters, strict=True):
+        _check_pair(path, drafter.config, facts)
+    prompts = read_prompts(arguments.prompts, arguments.target_model, facts.vocab_size)
+    settings = {"max_new_tokens": arguments.max_new_tokens, "dtype": arguments.dtype, "sampling": vars(sampling)}
+    document: dict[str, Any] = {"schema": 1, "target_model": str(facts.path.resolve())} | settings
     report: list[dict[str, Any]] = []
-    own: list[list[int]] | None = None
+    decoder: Decoder | None = None
+    own: TargetAlone | None = None
     for path, drafter in zip(arguments.drafter, drafters, strict=True):
         ids = drafter.config.target_layer_ids
-        _check_pair(path, drafter.config, target_facts(arguments.target_model))
-        decoder = load_decoder(arguments.target_model, dtype=dtype, device=arguments.device, target_layer_ids=ids)
-        prompts = read_prompts(arguments.prompts, arguments.target_model, decoder.target.facts.vocab_size)
-        # Once for all drafters: it is the slowest part, one token a forward.
+        # Another drafter may read other layers; loaded again only then.
+        if decoder is None or decoder.target.target_layer_ids != ids:
+            decoder = None  # The old one is let go first: two 27B targets do not fit.
+            decoder = load_decoder(arguments.target_model, dtype=dtype, device=arguments.device, target_layer_ids=ids)
         if own is None:
+            document |= _measure_on_policy(arguments, decoder)
+            # Once for all drafters: it is the slowest part, one token a forward.
             _say(f"{len(prompts)} prompts, {arguments.max_new_tokens} new tokens each: the target alone ...")
-            own = decoder.greedy(prompts, arguments.max_new_tokens)
-        _say(f"{path}: drafting ...")
-        evaluation = evaluate(decoder, drafter, prompts, arguments.max_new_tokens, target_outputs=own)
-        print(f"{path}: acceptance {evaluation.acceptance:.3f} ({_summary(evaluation)})")
-        report.append({"drafter": str(path.resolve())} | evaluation.to_json())
+            own = decode_alone(decoder, prompts, arguments.max_new_tokens, sampling)
+        report.append({"drafter": str(path.resolve())} | _evaluate_one(path, decoder, drafter, prompts, sampling, own))
     if arguments.json:
-        settings = {"max_new_tokens": arguments.max_new_tokens, "dtype": arguments.dtype}
-        document = {"schema": 1, "target_model": str(arguments.target_model.resolve())} | settings
         arguments.json.write_text(json.dumps(document | {"drafters": report}) + "\n", encoding="utf-8")
     return 0
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    for flag, value in (
+        ("--max-new-tokens", arguments.max_new_tokens),
+        ("--on-policy-documents", arguments.on_policy_documents),
+    ):
+        if value < 1:
+            raise usage_error(f"{flag} is {value}", hint="give at least 1")
+    if arguments.json and not arguments.json.parent.is_dir():
+        raise usage_error(f"there is no directory for --json {arguments.json}")
+
+
+def _evaluate_one(
+    path: Path,
+    decoder: Decoder,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    own: TargetAlone,
+) -> dict[str, Any]:
+    _say(f"{path}: drafting ...")
+    evaluation = evaluate(decoder, drafter, prompts, len(own.outputs[0]), sampling=sampling, own=own)
+    print(f"{path}: acceptance {evaluation.acceptance:.3f} ({_summary(evaluation)})")
+    positions = ", ".join(f"{share:.2f}" for share in evaluation.acceptance_by_position())
+    print(f"  accepted up to guess 1, 2, ...: {positions}")
+    return evaluation.to_json()
+
+
+def _measure_on_policy(arguments: argparse.Namespace, decoder: Decoder) -> dict[str, Any]:
+    if not arguments.on_policy_data:
+        return {}
+    facts = decoder.target.facts
+    longest = int(facts.text_config.get("max_position_embeddings") or 4096)
+    dataset = open_dataset(arguments.on_policy_data, max_length=longest, vocab_size=facts.vocab_size)
+    _say(f"{arguments.on_policy_data}: the target's own choice at each label ...")
+    rate = on_policy_rate(decoder, dataset, arguments.on_policy_documents, arguments.seed)
+    print(
+        f"{arguments.on_policy_data}: on-policy rate {rate.share:.3f} ({rate.agreeing} of {rate.labels} labels "
+        f"in {rate.documents} documents are the target's own choice)"
+    )
+    return {"on_policy": vars(rate) | {"share": rate.share, "data": str(arguments.on_policy_data.resolve())}}
 
 
 def _say(text: str) -> None:
@@ -247,8 +211,9 @@ def _check_pair(path: Path, config: DrafterConfig, facts: TargetFacts) -> None:
 
 
 def _summary(evaluation: Evaluation) -> str:
+    equal = f"{evaluation.identical_count} of {len(evaluation.results)} outputs equal the target's, "
     return (
         f"{evaluation.committed_tokens} tokens in {evaluation.verifications} verifications, "
-        f"{evaluation.identical_count} of {len(evaluation.results)} outputs equal the target's, "
-        f"{evaluation.seconds:.1f} s"
+        f"{'' if evaluation.sampling.temperature else equal}"
+        f"{evaluation.seconds:.1f} s, {evaluation.speedup:.2f} times as fast as the target alone"
     )

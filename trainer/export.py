@@ -49,23 +49,27 @@ def export_drafter(state: Mapping[str, torch.Tensor], config: DrafterConfig, des
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_exported(directory: Path, dtype: torch.dtype = torch.float32) -> Drafter:
+def load_exported(directory: Path, dtype: torch.dtype = torch.float32, num_target_layers: int | None = None) -> Drafter:
     """Return the drafter of an exported directory on the CPU, in `dtype`, in eval mode.
+
+    `num_target_layers` is the target's, for directories of others whose config.json does not name it.
 
     Raises:
         DflashError: files missing or damaged, names or shapes wrong, or tensors of another type than config.json says
             (code 7).
     """
     raw = read_config(directory)
-    config = DrafterConfig.from_zlab(raw)
+    config = DrafterConfig.from_zlab(raw, num_target_layers)
     state = _read_state(directory / "model.safetensors")
     _check_state(state, config)
     # vLLM casts to what config.json says; a file that lies there is a drafter with other weights.
     types = {str(tensor.dtype).removeprefix("torch.") for tensor in state.values()}
-    if types != {raw.get("dtype")}:
+    # transformers 4 called it torch_dtype; a file that says nothing is believed.
+    said = raw.get("dtype") or raw.get("torch_dtype")
+    if said is not None and types != {str(said).removeprefix("torch.")}:
         raise preflight_error(
             f"{directory} is inconsistent",
-            cause=f"config.json says dtype {raw.get('dtype')}, the tensors are {', '.join(sorted(types))}",
+            cause=f"config.json says dtype {said}, the tensors are {', '.join(sorted(types))}",
             hint="export it again",
         )
     return _build(config, state, dtype)

@@ -1,4 +1,4 @@
-"""Greedy speculative decoding: draft a block, verify it in one forward of the target, commit what agrees.
+"""Speculative decoding: draft a block, verify it in one forward of the target, commit what is accepted.
 
 The loop and its bounds are those of PyPI dflash 0.1.0 (`spec_generate`), whose `acceptance_lengths` ours equal; here all
 prompts advance together.
@@ -11,15 +11,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from trainer.choice import Choice, Verdict
 from trainer.drafter.inference import DraftBatch
 from trainer.drafter.model import Drafter
-from trainer.target.decode import Decoder, TargetBatch
+from trainer.target.decode import Decoder
 
 
 @dataclass
 class _Sequence:
     """Prompt and committed tokens; the last of them is the anchor, on which the target has not run yet."""
 
+    place: int
     tokens: list[int]
     limit: int
     acceptance_lengths: list[int] = field(default_factory=list)
@@ -32,35 +34,44 @@ class _Sequence:
         """Rows of the next block: anchor and guesses, no more than there is room for."""
         return min(most, self.limit - len(self.tokens) + 1)
 
-    def commit(self, guesses: Sequence[int], successors: Sequence[int]) -> int:
-        """Commit the leading guesses that equal the target's choice and the target's next one; return how many.
-
-        `successors[k]` follows block row k, whose row 0 is the anchor: guess k+1 is judged by row k.
-        """
-        agreed = 0
-        while agreed < len(guesses) and guesses[agreed] == successors[agreed]:
-            agreed += 1
+    def commit(self, guesses: Sequence[int], verdict: Verdict) -> int:
+        """Commit the accepted guesses and the token behind them; return how many."""
         # The bonus token of a wholly accepted last block would lie beyond the limit.
-        committed = min(agreed + 1, self.limit - len(self.tokens))
-        self.tokens += [*guesses[:agreed], successors[agreed]][:committed]
+        committed = min(verdict.accepted + 1, self.limit - len(self.tokens))
+        self.tokens += [*guesses[: verdict.accepted], verdict.token][:committed]
         self.acceptance_lengths.append(committed)
         return committed
 
 
 @torch.inference_mode()
+def alone(decoder: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, choice: Choice) -> list[list[int]]:
+    """Return the target's own continuation of each prompt, one token a forward, stop tokens ignored."""
+    batch = decoder.batch(len(prompts))
+    places = range(len(prompts))
+    hidden = _last(batch.append(prompts).hidden, [len(prompt) for prompt in prompts])
+    chosen = [[token] for token in choice.next_tokens(places, decoder.logits(hidden))]
+    while len(chosen[0]) < max_new_tokens:
+        hidden = batch.append([tokens[-1:] for tokens in chosen]).hidden[:, 0]
+        for tokens, token in zip(chosen, choice.next_tokens(places, decoder.logits(hidden)), strict=True):
+            tokens.append(token)
+    return chosen
+
+
+@torch.inference_mode()
 def speculate(
-    decoder: Decoder, drafter: Drafter, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    decoder: Decoder, drafter: Drafter, prompts: Sequence[Sequence[int]], max_new_tokens: int, choice: Choice
 ) -> list[tuple[list[int], list[int]]]:
     """Return for each prompt (its `max_new_tokens` new tokens, the tokens committed by each verification).
 
     The first new token comes from the prefill and is in no verification.
     """
-    sequences = [_Sequence(list(prompt), len(prompt) + max_new_tokens) for prompt in prompts]
-    verified, drafted = TargetBatch(decoder), DraftBatch(drafter, len(prompts))
+    sequences = [_Sequence(i, list(prompt), len(prompt) + max_new_tokens) for i, prompt in enumerate(prompts)]
+    verified, drafted = decoder.batch(len(prompts)), DraftBatch(drafter, len(prompts))
     counts = [len(prompt) for prompt in prompts]
-    successors, states = verified.forward(prompts)
-    for sequence, row in zip(sequences, successors.tolist(), strict=True):
-        sequence.tokens.append(row[len(sequence.tokens) - 1])
+    hidden, states = verified.append(prompts)
+    first = choice.next_tokens(range(len(prompts)), decoder.logits(_last(hidden, counts)))
+    for sequence, token in zip(sequences, first, strict=True):
+        sequence.tokens.append(token)
     active = sequences
     while True:
         # States of committed tokens only: those of rejected guesses were computed behind wrong tokens.
@@ -73,12 +84,13 @@ def speculate(
             active = [active[i] for i in going]
             verified.select(going)
             drafted.select(going)
-        guesses = _draft(decoder, drafted, active, drafter.config.block_size)
-        successors, states = verified.forward(
+        guesses = _draft(decoder, drafted, active, drafter.config.block_size, choice)
+        hidden, states = verified.append(
             [[sequence.tokens[-1], *guess] for sequence, guess in zip(active, guesses, strict=True)]
         )
-        rows = zip(active, guesses, successors.tolist(), strict=True)
-        counts = [sequence.commit(guess, row) for sequence, guess, row in rows]
+        verdicts = choice.judge([sequence.place for sequence in active], guesses, decoder.logits(hidden))
+        rows = zip(active, guesses, verdicts, strict=True)
+        counts = [sequence.commit(guess, verdict) for sequence, guess, verdict in rows]
         verified.keep(counts)
     return [
         (sequence.tokens[len(prompt) :], sequence.acceptance_lengths)
@@ -86,14 +98,23 @@ def speculate(
     ]
 
 
-def _draft(decoder: Decoder, drafted: DraftBatch, active: Sequence[_Sequence], most: int) -> list[list[int]]:
+def _last(hidden: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Return f[k, H]: each sequence's last own row of f[k, m, H]. The head is not asked for the rest of a prompt."""
+    return hidden[torch.arange(len(counts)), torch.tensor(counts) - 1]
+
+
+def _draft(
+    decoder: Decoder, drafted: DraftBatch, active: Sequence[_Sequence], most: int, choice: Choice
+) -> list[list[int]]:
     """Draft for every sequence. Blocks near the limit are shorter, and a block's rows see one another: go by size."""
     sizes = [sequence.block_size(most) for sequence in active]
     guesses: list[list[int]] = [[] for _ in active]
-    for size in sorted(set(sizes)):
+    # A block of one row has nothing to guess.
+    for size in sorted({size for size in sizes if size > 1}):
         members = [i for i, own in enumerate(sizes) if own == size]
         anchors = [active[i].tokens[-1] for i in members]
-        drafts = drafted.draft(members, anchors, size, decoder.embed_weight, decoder.head_weight)
-        for i, draft in zip(members, drafts, strict=True):
-            guesses[i] = draft
+        hidden = drafted.draft(members, anchors, size, decoder.embed_weight)
+        chosen = choice.guesses([active[i].place for i in members], decoder.logits(hidden))
+        for i, own in zip(members, chosen, strict=True):
+            guesses[i] = own
     return guesses

@@ -91,33 +91,49 @@ class DrafterConfig:
         }
 
     @classmethod
-    def from_zlab(cls, config: Mapping[str, Any]) -> DrafterConfig:
-        """Read a serving `config.json`; the inverse of `to_zlab`.
+    def from_zlab(cls, config: Mapping[str, Any], num_target_layers: int | None = None) -> DrafterConfig:
+        """Read a serving `config.json`; the inverse of `to_zlab`, and as lenient with older ones as PyPI dflash 0.1.0.
+
+        What it looks for in dflash_config may stand at the top level too; layer ids, layer types, block size and widths
+        that are missing get the defaults that it gives them. `num_target_layers` serves where the file does not say it.
 
         Raises:
-            DflashError: a key is missing, the two block sizes differ, or the shape is invalid (code 7).
+            DflashError: a key is missing, the two block sizes differ, the shape is invalid, or the drafter computes
+                something that this one does not (code 7).
         """
-        nested = config.get("dflash_config") or {}
         try:
-            block_size = nested.get("block_size", config.get("block_size"))
+            nested = dict(config.get("dflash_config") or {})
+            _refuse_other_functions(config, nested)
+            block_size = nested.get("block_size", config.get("block_size", 16))
             if config.get("block_size", block_size) != block_size:
                 raise preflight_error(
                     f"the drafter's config.json names two block sizes, {config['block_size']} and {block_size}",
                     hint="block_size at the top level and in dflash_config must agree",
                 )
+            layers, target_layers = config["num_hidden_layers"], config.get("num_target_layers", num_target_layers)
+            if target_layers is None:
+                raise KeyError("num_target_layers")
+            types = _served_layer_types(config)
+            ids = nested.get("target_layer_ids", config.get("target_layer_ids"))
             values = {field.name: config[field.name] for field in fields(cls) if field.name in config}
-            return cls(
-                **values
-                | {
-                    "rope_theta": _rope_theta(config),
-                    "block_size": block_size,
-                    "mask_token_id": nested["mask_token_id"],
-                    "target_layer_ids": tuple(nested["target_layer_ids"]),
-                    "layer_types": tuple(config["layer_types"]),
-                    "sliding_window": config.get("sliding_window") if config.get("use_sliding_window") else None,
-                }
-            )
-        except (KeyError, TypeError, AttributeError) as problem:
+            heads = config["num_attention_heads"]
+            defaults = {
+                "num_key_value_heads": heads,
+                "head_dim": config["hidden_size"] // heads,
+                "rms_norm_eps": 1e-6,
+                "max_position_embeddings": 32768,
+            }
+            read = {
+                "rope_theta": _rope_theta(config),
+                "block_size": block_size,
+                "mask_token_id": nested["mask_token_id"] if "mask_token_id" in nested else config["mask_token_id"],
+                "target_layer_ids": tuple(ids or default_target_layer_ids(target_layers, layers)),
+                "num_target_layers": target_layers,
+                "layer_types": types,
+                "sliding_window": config.get("sliding_window") if SLIDING in types else None,
+            }
+            return cls(**defaults | values | read)
+        except (KeyError, TypeError, AttributeError, ValueError) as problem:
             raise preflight_error(
                 "this is no config.json of a DFlash drafter",
                 cause=f"missing or malformed: {problem}",
@@ -207,6 +223,43 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     # transformers 5 nests it; checkpoints of before have it at the top level.
     nested = config.get("rope_parameters") or {}
     return float(nested.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+
+
+def _served_layer_types(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return layer_types; a file of before that key has what transformers' Qwen3Config makes of the older ones."""
+    types = config.get("layer_types")
+    slides = config.get("use_sliding_window", types is not None)
+    if types is not None:
+        # Serving engines disagree on such a file: transformers drops the window, SGLang keeps it.
+        if SLIDING in types and not slides:
+            raise _invalid(
+                "layer_types has sliding layers, use_sliding_window is false", "ask who made it which is right"
+            )
+        return tuple(types)
+    first = config.get("max_window_layers", 28) if slides and config.get("sliding_window") else None
+    layers = range(config["num_hidden_layers"])
+    return tuple(SLIDING if first is not None and i >= first else FULL for i in layers)
+
+
+def _refuse_other_functions(config: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
+    """Raise a DflashError for settings of newer drafters and of Qwen3 that change what is computed."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    said = {
+        "architectures": (config.get("architectures") or ["DFlashDraftModel"])[0] == "DFlashDraftModel",
+        "rope_type": rope.get("rope_type", rope.get("type", "default")) == "default",
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1) == 1,
+        "attention_bias": not config.get("attention_bias"),
+        "hidden_act": config.get("hidden_act", "silu") == "silu",
+        "is_causal": config.get("is_causal") is None,
+    }
+    for name, usual in (("input_embedding_scale", 1), ("output_multiplier", 1), ("final_logit_softcapping", None)):
+        said[name] = nested.get(name, config.get(name, usual)) in (usual, None)
+    for name in (name for name, usual in said.items() if not usual):
+        raise preflight_error(
+            f"the drafter's config.json sets {name} to something that is not supported here",
+            cause="its drafter computes another function than DFlash drafters of 2602.06036",
+            hint="measure it with the package that it was made with",
+        )
 
 
 def _expand_layer_types(layer_types: str | Sequence[str], num_layers: int) -> tuple[str, ...]:

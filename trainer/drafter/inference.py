@@ -37,16 +37,11 @@ class DraftBatch:
         self._contexts = [self._contexts[i] for i in sequences]
 
     def draft(
-        self,
-        sequences: Sequence[int],
-        anchors: Sequence[int],
-        size: int,
-        embed_weight: torch.Tensor,
-        head_weight: torch.Tensor,
-    ) -> list[list[int]]:
-        """Return for each of these sequences the drafter's greedy `size - 1` tokens behind its anchor token.
+        self, sequences: Sequence[int], anchors: Sequence[int], size: int, embed_weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Return f[k, size - 1, H]: what the target's head makes guesses of, behind each of these sequences' anchors.
 
-        The anchor is the token right behind the sequence's context. Embedding and head f[V, H] are the target's.
+        The anchor is the token right behind the sequence's context. The embedding f[V, H] is the target's.
         """
         lengths = [self._length(i) for i in sequences]
         mask_token_id = self._drafter.config.mask_token_id
@@ -55,8 +50,7 @@ class DraftBatch:
         contexts = [[_join((layer, _row(layer))) for layer in self._contexts[i]] for i in sequences]
         context = [_join(layers) for layers in zip(*contexts, strict=True)]
         embeds = functional.embedding(blocks.input_ids.flatten(), embed_weight)
-        hidden = self._drafter.draft(embeds, context, blocks).unflatten(0, (-1, size))
-        return functional.linear(hidden[:, 1:], head_weight).argmax(dim=-1).tolist()
+        return self._drafter.draft(embeds, context, blocks).unflatten(0, (-1, size))[:, 1:]
 
     def _length(self, sequence: int) -> int:
         context = self._contexts[sequence]

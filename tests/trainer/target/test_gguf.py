@@ -50,10 +50,12 @@ def test_smollm2_speaks_after_conversion(tmp_path):
     message = {"role": "user", "content": "What is the capital of France?"}
     text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
     prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+    from trainer.choice import Greedy
+    from trainer.speculate import alone
     from trainer.target.decode import load_decoder
 
     decoder = load_decoder(tmp_path / "model", dtype=torch.float32, device="cpu", target_layer_ids=[1])
-    (reply,) = decoder.greedy([prompt], 12)
+    (reply,) = alone(decoder, [prompt], 12, Greedy())
     assert "Paris" in tokenizer.decode(reply)
     assert (
         len(load_target(tmp_path / "model", dtype=torch.float32, device="cpu", target_layer_ids=[1, 14]).stack.layers)

@@ -59,11 +59,14 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def rotate(output_dir: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what a killed save left behind."""
-    for path in list_checkpoints(output_dir)[:-keep]:
-        shutil.rmtree(path)
+    """Remove all but the newest `keep` checkpoints, and what a killed save or rotation left behind."""
     for leftover in output_dir.glob(".step-*"):
         shutil.rmtree(leftover)
+    for path in list_checkpoints(output_dir)[:-keep]:
+        # Renamed first: a kill between its files would leave a directory with a state and without weights, which counts as whole.
+        removed = path.with_name(f".{path.name}.old")
+        path.rename(removed)
+        shutil.rmtree(removed)
 
 
 def read_state(checkpoint: Path) -> TrainerState:

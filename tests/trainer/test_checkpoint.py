@@ -201,6 +201,60 @@ def test_a_kill_at_any_point_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     assert 1 <= complete < points
 
 
+ROTATED = """
+import os, shutil, signal, sys
+from pathlib import Path
+from tests_checkpoint import rotate, save, trained
+directory, count = Path(sys.argv[1]), 0
+pair = trained()
+for step in (1, 2, 3):
+    save(directory / "whole", step, pair)
+def die(event, arguments):
+    # Every name that is changed or removed is a point to die at.
+    global count
+    if event in ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+        count += 1
+        if count == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+for point in range(1, 100):
+    shutil.copytree(directory / "whole", directory / str(point))
+    pid = os.fork()
+    if pid == 0:
+        sys.addaudithook(die)
+        rotate(directory / str(point), 1)
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0:
+        print(point, flush=True)
+        break
+"""
+
+
+def test_a_kill_at_any_point_of_a_rotation_leaves_whole_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "tests_checkpoint.py").write_bytes(Path(__file__).read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-c", ROTATED, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    points = int(done.stdout)
+    assert points > 10  # Two checkpoints of four files each.
+    fresh = Drafter(drafter_config())
+    for point in range(1, points + 1):
+        output_dir = tmp_path / str(point)
+        found = list_checkpoints(output_dir)
+        assert found[-1] == step_directory(output_dir, 3)
+        for path in found:
+            checkpoint.restore(path, fresh, StepOptimizer(fresh, CONFIG, 100))
+            assert (path / "drafter_config.json").is_file()
+        # The next rotation removes what the killed one was at.
+        rotate(output_dir, 1)
+        assert list(output_dir.iterdir()) == [step_directory(output_dir, 3)]
+
+
 FULL = """
 import resource, signal, sys
 from pathlib import Path

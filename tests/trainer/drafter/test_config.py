@@ -134,7 +134,7 @@ def test_transformers_reads_the_served_config_as_meant(layer_types):
     assert read.head_dim == 128
 
 
-@pytest.mark.parametrize("missing", ["dflash_config", "layer_types", "hidden_size", "num_target_layers"])
+@pytest.mark.parametrize("missing", ["dflash_config", "hidden_size", "num_target_layers"])
 def test_a_config_without_what_is_needed_is_refused(missing):
     served = qwen().to_zlab("bfloat16")
     del served[missing]
@@ -153,3 +153,59 @@ def test_an_older_config_without_rope_parameters_is_read():
     served = qwen().to_zlab("bfloat16")
     del served["rope_parameters"]
     assert DrafterConfig.from_zlab(served).rope_theta == 1e7
+
+
+def test_older_public_configs_are_read_as_pypi_dflash_reads_them():
+    """What the first releases left out, and where they said the rest: no layer_types, ids by the rule, top-level mask."""
+    config = qwen(num_layers=5, layer_types="full", block_size=16)
+    served = config.to_zlab("bfloat16")
+    nested = served.pop("dflash_config")
+    for key in ("layer_types", "num_key_value_heads", "head_dim", "rms_norm_eps", "use_sliding_window"):
+        served.pop(key)
+    read = DrafterConfig.from_zlab(served | {"mask_token_id": nested["mask_token_id"]})
+    assert read.layer_types == ("full_attention",) * 5
+    assert read.target_layer_ids == default_target_layer_ids(64, 5)
+    assert (read.block_size, read.mask_token_id) == (16, config.mask_token_id)
+    assert read.num_key_value_heads == read.num_attention_heads
+    assert read.head_dim == read.hidden_size // read.num_attention_heads
+    del served["num_target_layers"]
+    assert DrafterConfig.from_zlab(served | nested, num_target_layers=64).num_target_layers == 64
+
+
+@pytest.mark.parametrize(("first", "window", "types"), [(3, 128, "FFFSS"), (28, 128, "FFFFF"), (0, None, "FFFFF")])
+def test_layer_types_of_before_the_key_are_those_of_transformers(first, window, types):
+    served = qwen(num_layers=5, layer_types="full").to_zlab("bfloat16")
+    del served["layer_types"]
+    served |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": first}
+    read = DrafterConfig.from_zlab(served)
+    assert "".join(kind[0].upper() for kind in read.layer_types) == types
+    assert list(read.layer_types) == Qwen3Config(**served).layer_types
+
+
+def test_sliding_layers_without_the_older_flag_slide():
+    config = qwen(layer_types="sliding")
+    served = config.to_zlab("bfloat16")
+    del served["use_sliding_window"]
+    assert DrafterConfig.from_zlab(served) == config
+    with pytest.raises(DflashError, match="invalid"):
+        DrafterConfig.from_zlab(served | {"use_sliding_window": False})
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "architectures"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}, "rope_type"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 1e6}}, "partial_rotary_factor"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "yarn"}}, "rope_type"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"is_causal": True}, "is_causal"),
+        ({"output_multiplier": 0.5}, "output_multiplier"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_a_drafter_that_computes_something_else_is_refused(changed, key):
+    with pytest.raises(DflashError, match=key) as caught:
+        DrafterConfig.from_zlab(qwen().to_zlab("bfloat16") | changed)
+    assert caught.value.code is ExitCode.PREFLIGHT

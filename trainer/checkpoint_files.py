@@ -28,7 +28,7 @@ _BINDING = (
     "drafter_heads", "drafter_kv_heads", "drafter_head_dim", "drafter_ffn", "drafter_rope_theta",
     "max_length", "token_budget", "bucket_tokens", "num_anchors", "row_anchors", "noise_std", "seed", "epochs", "max_steps",
     "lr", "warmup_ratio", "weight_decay", "beta1", "beta2", "max_grad_norm", "micro_batches_per_step", "gamma",
-    "objective", "dpace_alpha", "loss_vocab_extra", "dtype",
+    "objective", "dpace_alpha", "kl_weight", "loss_vocab_extra", "dtype",
 )  # fmt: skip
 
 

@@ -76,8 +76,9 @@ class TrainConfig:
     gamma: float = _key(0.0, "objective decay: its length within a block; 0: by block size (7 for 16, 5 for 10, 4 for 8)", group="optimisation", low=0)
     objective: str = _key("decay", "what a block's rows weigh: decay with gamma, or dpace, by the drafter's own confidence (arXiv 2605.18810)", group="optimisation", choices=("decay", "dpace"))
     dpace_alpha: float = _key(0.5, "dpace: confidence p counts as (1 - alpha) * p + alpha; 1: by position alone", group="optimisation", low=0, high=1)
+    kl_weight: float = _key(0.0, "share of the KL to the target's own distribution in the loss, beside cross-entropy; above 0 all of the target runs, and its last state travels too", group="optimisation", low=0, high=1)
     loss_vocab_extra: int = _key(-1, "softmax over the data's tokens and this many others; -1: the whole vocabulary", group="optimisation", low=-1)
-    objective_rows: int = _key(2048, "block rows whose logits exist at once, but always a whole block", group="optimisation", low=1)
+    objective_rows: int = _key(2048, "block rows whose logits exist at once (with KL three times), but always a whole block", group="optimisation", low=1)
     on_nan: str = _key("stop", "after a non-finite loss or gradient, whose step is never applied", group="optimisation", choices=("stop", "continue"))
 
     device: str = _key("cuda", "what the GPU lists count; cpu never happens silently", group="layout", choices=("cuda", "cpu"))
@@ -108,6 +109,11 @@ class TrainConfig:
     @property
     def splits_fc(self) -> bool:
         return self.split_fc == "on"
+
+    @property
+    def distils(self) -> bool:
+        """Whether the output of the target's last layer travels to the drafters as well."""
+        return self.kl_weight > 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return all keys as JSON types."""

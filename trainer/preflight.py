@@ -102,7 +102,7 @@ def ring_size(config: TrainConfig, drafter: DrafterConfig) -> tuple[int, int]:
     A pair with one slot would make the target wait for every copy in.
     """
     tokens = -(-config.token_budget // config.bucket_tokens) * config.bucket_tokens
-    width = len(drafter.target_layer_ids) * drafter.hidden_size
+    width = (len(drafter.target_layer_ids) + config.distils) * drafter.hidden_size
     size = slot_bytes(tokens, width, ITEM_BYTES[config.dtype])
     pairs = len(Layout.of(config).pairs)
     if pairs == 0:

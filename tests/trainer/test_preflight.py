@@ -141,6 +141,15 @@ def test_a_ring_holds_no_more_than_a_steps_micro_batches(values: Values, tmp_pat
     assert ring_size(one, drafter)[1] == 2
 
 
+def test_the_last_layer_takes_its_place_in_every_slot_when_the_drafter_learns_from_it(
+    values: Values, tmp_path: Path
+) -> None:
+    drafter = check(values, tmp_path).drafter
+    configs = [TrainConfig.from_mapping(values | {"kl_weight": share}) for share in (0.0, 0.1)]
+    without, with_kl = (ring_size(each, drafter)[0] for each in configs)
+    assert with_kl - without == 128 * drafter.hidden_size * 2  # bfloat16
+
+
 def test_shared_roles_need_no_ring(values: Values, tmp_path: Path) -> None:
     drafter = check(values, tmp_path).drafter
     config = TrainConfig.from_mapping(values | {"target_gpus": [0], "drafter_gpus": [0]})

@@ -1,4 +1,4 @@
-"""The weighted cross-entropy of block rows against a frozen head, in chunks, with its gradient made in the forward pass.
+"""The weighted loss of block rows against a frozen head, in chunks, with its gradient made in the forward pass.
 
 Made at once, the logits of 512 blocks of 16 rows over 248,320 tokens would take 8 GB in float32.
 """
@@ -18,18 +18,23 @@ from trainer.config import TrainConfig
 from trainer.drafter.blocks import Blocks
 from trainer.drafter.dpace import dpace_weights
 from trainer.drafter.randomness import philox
+from trainer.drafter.teacher import Lesson, teaching_rows
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What a supervised row weighs: by D-PACE with this `dpace_alpha`, or, where it is None, the decay of its block."""
+    """What a supervised row costs: w·((1 - kl_weight)·CE + kl_weight·KL to the target's distribution).
+
+    w is D-PACE's with this `dpace_alpha`, or, where it is None, the decay of its block.
+    """
 
     dpace_alpha: float | None = None
+    kl_weight: float = 0.0
 
     @classmethod
     def of(cls, config: TrainConfig) -> Objective:
         """Return the objective that a configuration names."""
-        return cls(dpace_alpha=config.dpace_alpha if config.objective == "dpace" else None)
+        return cls(config.dpace_alpha if config.objective == "dpace" else None, config.kl_weight)
 
 
 DECAY = Objective()
@@ -39,7 +44,7 @@ DECAY = Objective()
 class ObjectiveSums(NamedTuple):
     """Numerators and denominators of one micro-batch; whoever reports divides after summing over ranks and batches.
 
-    `loss_sum` is a differentiable scalar (Σ w·CE), `weight_sum` Σ w; both float32, float64 for float64 states.
+    `loss_sum` is a differentiable scalar (Σ w·loss), `weight_sum` Σ w; both float32, float64 for float64 states.
     `metrics` f64[4 + 2B] = correct, supervised, accept_len_sum, blocks, correct per row [B], supervised per row [B].
     """
 
@@ -56,20 +61,26 @@ def block_objective(
     chunk_rows: int,
     vocab_subset: torch.Tensor | None = None,
     objective: Objective = DECAY,
+    teacher: torch.Tensor | None = None,
 ) -> ObjectiveSums:
-    """Return the sums of Σ w·CE over the supervised rows of hidden f[N·B, H].
+    """Return the sums over the supervised rows of hidden f[N·B, H].
 
     `head_weight` f[V, H] is the target's, frozen: it gets no gradient. With `vocab_subset`, ascending i64[V'], it holds
-    the rows of these tokens alone, f[V', H], and the softmax runs over them. At most `chunk_rows` rows of logits, but
-    always a whole block, exist at once; the softmax is float32 (float64 for such states).
+    the rows of these tokens alone, f[V', H], and all softmaxes run over them. At most `chunk_rows` rows of logits, but
+    always a whole block, exist at once (three times as many with KL); the softmax is float32 (float64 for such states).
+    `teacher` f[T, H] is what the target's head reads at the T context rows, needed for KL alone.
     """
+    if objective.kl_weight and teacher is None:
+        raise ValueError("KL needs the target's last states")
     labels = blocks.labels.flatten()[blocks.supervised_rows]
     if vocab_subset is not None:
         if head_weight.shape[0] != vocab_subset.shape[0]:
             raise ValueError(f"head of {head_weight.shape[0]} rows for a vocabulary of {vocab_subset.shape[0]} tokens")
         # Exact: `make_vocab_subset` refused what is missing. A check here would wait for the device.
         labels = torch.searchsorted(vocab_subset, labels)
-    loss_sum, weight_sum, correct = _ChunkedLoss.apply(hidden, head_weight, blocks, labels, objective, chunk_rows)
+    loss_sum, weight_sum, correct = _ChunkedLoss.apply(
+        hidden, head_weight, blocks, labels, objective, chunk_rows, teacher
+    )
     return ObjectiveSums(loss_sum, weight_sum, _metrics(correct, blocks))
 
 
@@ -116,7 +127,7 @@ def _chunks(blocks: Blocks, chunk_rows: int) -> Iterator[_Chunk]:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Σ w·CE, with d/d hidden computed beside it, so that logits are made once and never kept."""
+    """Σ w·loss, with d/d hidden computed beside it, so that logits are made once and never kept."""
 
     @staticmethod
     def forward(
@@ -127,6 +138,7 @@ class _ChunkedLoss(torch.autograd.Function):
         labels: torch.Tensor,
         objective: Objective,
         chunk_rows: int,
+        teacher: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (loss sum, weight sum, correct bool[M]) for hidden f[N·B, H] and the M supervised rows' labels."""
         # Rows without loss (row 0 of every block, holes, the end) keep a zero gradient and never meet the head.
@@ -138,8 +150,14 @@ class _ChunkedLoss(torch.autograd.Function):
         for chunk in _chunks(blocks, chunk_rows):
             part, rows = chunk.part, blocks.supervised_rows[chunk.part]
             logits = (hidden[rows].to(head_weight.dtype) @ head_weight.T).to(decay.dtype)
+            lesson = None
+            if objective.kl_weight and teacher is not None:
+                states = teacher[teaching_rows(blocks, rows)].to(head_weight.dtype)
+                lesson = Lesson.of((states @ head_weight.T).to(decay.dtype))
             weigh = _weigher(objective, blocks, chunk, decay[part])
-            losses, weights, correct[part], logits_gradient = _row_losses(logits, labels[part], weigh)
+            losses, weights, correct[part], logits_gradient = _row_losses(
+                logits, labels[part], weigh, lesson, objective.kl_weight
+            )
             loss_sum += losses.sum()
             weight_sum += weights.sum()
             gradient[rows] = (logits_gradient.to(head_weight.dtype) @ head_weight).to(hidden.dtype)
@@ -153,7 +171,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of hidden alone; the head is frozen."""
         (gradient,) = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
-        return gradient * loss_gradient.to(gradient.dtype), None, None, None, None, None
+        return gradient * loss_gradient.to(gradient.dtype), *(None,) * 6
 
 
 def _weigher(
@@ -171,22 +189,33 @@ def _weigher(
 
 
 def _row_losses(
-    logits: torch.Tensor, labels: torch.Tensor, weigh: Callable[[torch.Tensor], torch.Tensor]
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    weigh: Callable[[torch.Tensor], torch.Tensor],
+    lesson: Lesson | None,
+    kl_weight: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return w·CE f[m], w f[m], whether the label is the argmax, and the gradient f[m, V], which overwrites `logits`.
+    """Return w·loss f[m], w f[m], whether the label is the argmax, and the gradient f[m, V], which overwrites `logits`.
 
     One exponential serves loss, confidence and gradient. The weights are constants to the gradient.
     """
     chosen = logits.gather(-1, labels[:, None])
     # max with its index is cheaper than argmax and logsumexp, and takes the first of equals, as serving does.
     highest, predicted = logits.max(dim=-1, keepdim=True)
-    exponentials = logits.sub_(highest).exp_()
+    shifted = logits.sub_(highest)
+    divergence = None if lesson is None else lesson.divergence(shifted)
+    exponentials = shifted.exp_()
     total = exponentials.sum(dim=-1, keepdim=True)
-    cross_entropy = (total.log() + highest - chosen)[:, 0]
+    log_total = total.log()
+    cross_entropy = (log_total + highest - chosen)[:, 0]
     weights = weigh(cross_entropy.neg().exp())
     gradient = exponentials.mul_(weights[:, None] / total)
-    gradient.scatter_add_(-1, labels[:, None], -weights[:, None])
-    return cross_entropy * weights, weights, predicted[:, 0] == labels, gradient
+    losses = cross_entropy
+    if lesson is not None and divergence is not None:
+        losses = (1 - kl_weight) * cross_entropy + kl_weight * (divergence + log_total[:, 0])
+        gradient.sub_(lesson.probabilities.mul_(kl_weight * weights[:, None]))
+    gradient.scatter_add_(-1, labels[:, None], -(1 - kl_weight) * weights[:, None])
+    return losses * weights, weights, predicted[:, 0] == labels, gradient
 
 
 def _metrics(correct: torch.Tensor, blocks: Blocks) -> torch.Tensor:

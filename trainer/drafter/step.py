@@ -25,12 +25,14 @@ def drafter_forward(
     vocab_subset: torch.Tensor | None = None,
     noise: Noise | None = None,
     objective: Objective = DECAY,
+    teacher: torch.Tensor | None = None,
 ) -> ObjectiveSums:
     """Return the micro-batch's sums; `loss_sum.backward()` gives the gradient of the SUM, to be scaled once a step.
 
     `drafter` is a Drafter or one wrapped in DistributedDataParallel. `embed_weight` f[V, H] and `head_weight` (see
     `block_objective`) are the target's, frozen. `states` f[T, L·H], or L tensors f[T, H], of the blocks' packed row, in
-    the drafter's dtype and on its device, L = `num_target_layer_ids`.
+    the drafter's dtype and on its device, L = `num_target_layer_ids`. They get the noise; `teacher` (see
+    `block_objective`) never does.
     """
     if noise is not None:
         states = add_noise(states, blocks.runs, noise, num_target_layer_ids)
@@ -38,5 +40,11 @@ def drafter_forward(
     block_embeds = functional.embedding(blocks.input_ids.flatten(), embed_weight)
     hidden = drafter(block_embeds, states, blocks)
     return block_objective(
-        hidden, head_weight, blocks, chunk_rows=chunk_rows, vocab_subset=vocab_subset, objective=objective
+        hidden,
+        head_weight,
+        blocks,
+        chunk_rows=chunk_rows,
+        vocab_subset=vocab_subset,
+        objective=objective,
+        teacher=teacher,
     )

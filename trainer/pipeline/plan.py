@@ -45,6 +45,11 @@ class RunPlan:
         return Layout.of(self.train_config())
 
     @property
+    def packed_layers(self) -> int:
+        """Layers whose states travel: the captured ones, and the last one too where the drafter learns from it."""
+        return self.captured_layers + self.train_config().distils
+
+    @property
     def run(self) -> RunLayout:
         return RunLayout(Path(self.run_dir))
 

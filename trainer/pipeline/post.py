@@ -75,7 +75,7 @@ class Post:
         return [
             PackBuffer.allocate(
                 tokens,
-                self.plan.captured_layers,
+                self.plan.packed_layers,
                 self.plan.hidden_size,
                 split=self.config.splits_fc,
                 dtype=self.dtype,

@@ -33,7 +33,7 @@ from trainer.pipeline.world import join_world
 from trainer.preflight import drafter_config
 from trainer.target.ends import load_ends
 from trainer.target.facts import target_facts
-from trainer.target.load import load_target
+from trainer.target.load import load_final_norm, load_target
 from trainer.telemetry import EventWriter, PhaseLog, Telemetry
 from trainer.train import TrainResult, train
 
@@ -67,7 +67,11 @@ def load_producer(post: Post) -> Producer:
         facts = target_facts(Path(config.target_model))
         layer_ids = drafter_config(config, facts).target_layer_ids
         target = load_target(
-            Path(config.target_model), dtype=post.dtype, device=post.device, target_layer_ids=layer_ids
+            Path(config.target_model),
+            dtype=post.dtype,
+            device=post.device,
+            target_layer_ids=layer_ids,
+            last_output=config.distils,
         )
         dataset = open_dataset(Path(config.data_dir), max_length=config.max_length, vocab_size=facts.vocab_size)
         reader = RowReader(dataset, config.bucket_tokens)
@@ -97,7 +101,7 @@ def until(batches: Iterator[MicroBatch], last_step: int) -> Iterator[MicroBatch]
 def make_sender(post: Post, joint: Joint) -> Sender:
     """Return the target's end of the ring in the configured mode."""
     publisher = Publisher(joint.ring, post.copier, post.clock, pairs=joint.pairs, channels=joint.channels)
-    shape = {"layers": post.plan.captured_layers, "hidden": post.plan.hidden_size}
+    shape = {"layers": post.plan.packed_layers, "hidden": post.plan.hidden_size}
     if post.config.transfer == "sync":
         return SyncSender(publisher, post.buffers(1)[0], **shape)
     return AsyncSender(publisher, post.buffers(_BUFFERS), **shape)
@@ -158,7 +162,10 @@ def build_drafter(post: Post) -> tuple[Drafter, StepOptimizer, Ends]:
             tokens = make_vocab_subset(post.token_ids_seen, facts.vocab_size, config.loss_vocab_extra, config.seed)
             subset = torch.from_numpy(tokens).to(post.device)
             head = head[subset].contiguous()
-        return drafter, optimizer, Ends(embed, head, subset)
+        norm = None
+        if config.distils:
+            norm = load_final_norm(Path(config.target_model), dtype=post.dtype, device=post.device)
+        return drafter, optimizer, Ends(embed, head, subset, norm)
 
 
 def make_session(

@@ -17,10 +17,11 @@ from trainer.config import TrainConfig
 from trainer.data.schedule import MicroBatch, Schedule
 from trainer.drafter.blocks import Blocks, build_blocks
 from trainer.drafter.config import gamma_for
-from trainer.drafter.model import Drafter
+from trainer.drafter.model import Drafter, States
 from trainer.drafter.noise import Noise
 from trainer.drafter.objective import Objective, ObjectiveSums
 from trainer.drafter.step import drafter_forward
+from trainer.drafter.teacher import part_states
 from trainer.optimizer import StepOptimizer, StepOutcome
 from trainer.pipeline.bad_batch import Evidence
 from trainer.pipeline.figures import DeferredFigures, StepFigures, StepSums
@@ -36,11 +37,15 @@ from trainer.telemetry import StageClock
 
 @dataclass(frozen=True)
 class Ends:
-    """The target's embedding f[V, H] and head f[V', H], frozen; `subset` i64[V'] when the softmax runs over some tokens only."""
+    """The target's embedding f[V, H] and head f[V', H], frozen; `subset` i64[V'] when the softmax runs over some tokens only.
+
+    `norm` stands between the target's last layer and its head, and is there when the drafter learns from the target's logits.
+    """
 
     embed: torch.Tensor
     head: torch.Tensor
     subset: torch.Tensor | None
+    norm: torch.nn.Module | None = None
 
 
 @dataclass
@@ -157,7 +162,7 @@ class DrafterSession:
 
         The last step of a run takes what is left, which may be fewer micro-batches than there are drafters.
         """
-        shape = (self.plan.captured_layers, 1, self.plan.hidden_size)
+        shape = (self.plan.packed_layers, 1, self.plan.hidden_size)
         dtype = torch.float64 if self.config.dtype == "float64" else torch.float32
         states = torch.zeros(shape, dtype=dtype, device=self.device)
         tokens = RowTokens(
@@ -180,21 +185,30 @@ class DrafterSession:
         together = isinstance(self._model, DistributedDataParallel) and not last
         with self._model.no_sync() if together else contextlib.nullcontext():  # pyright: ignore
             with self.clock.stage("forward"), self._autocast():
+                states, teacher = self._parted(packed.states)
                 sums = drafter_forward(
                     self._model,
                     self.ends.embed,
                     self.ends.head,
-                    packed.states,
+                    states,
                     blocks,
                     num_target_layer_ids=self.plan.captured_layers,
                     chunk_rows=self.config.objective_rows,
                     vocab_subset=self.ends.subset,
                     noise=Noise(self.config.noise_std, self.config.seed, packed.row.epoch),
                     objective=self._objective,
+                    teacher=teacher,
                 )
             with self.clock.stage("backward"):
                 sums.loss_sum.backward()
         return sums
+
+    def _parted(self, states: States) -> tuple[States, torch.Tensor | None]:
+        """Return the drafter's states, and what the target's head reads, f[T, H], where the drafter learns from it."""
+        if self.ends.norm is None:
+            return states, None
+        states, last = part_states(states, self.plan.captured_layers)
+        return states, self.ends.norm(last)
 
     def _autocast(self) -> torch.autocast:
         # Masters stay float32; matrix products run in bfloat16. float32 and float64 runs compute as they store.

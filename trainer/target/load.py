@@ -23,10 +23,13 @@ def load_target(
     device: torch.device | str,
     target_layer_ids: Sequence[int],
     whole: bool = False,
+    last_output: bool = False,
 ) -> Target:
     """Load the text stack of a target directory, frozen and in eval mode, to capture the outputs of some layers.
 
     Layers behind the last captured one are neither loaded nor run, unless `whole` (evaluation needs the head's input).
+    With `last_output` the last layer's is captured as well, after the others: before the final norm, a teacher's and
+    not the drafter's to see.
 
     Raises:
         DflashError: see `target_facts`; a layer id out of range or unordered; a tensor missing or misshapen (code 7).
@@ -39,8 +42,26 @@ def load_target(
             cause=f"its {facts.num_layers} layers allow ascending ids from 0 to {facts.num_layers - 2}",
             hint="the last layer's output is only seen behind the final norm",
         )
-    stack = _load_stack(facts, facts.num_layers if whole else ids[-1] + 1, dtype, torch.device(device))
-    return Target(stack, facts, ids)
+    captured = (*ids, facts.num_layers - 1) if last_output else ids
+    stack = _load_stack(facts, facts.num_layers if whole else captured[-1] + 1, dtype, torch.device(device))
+    return Target(stack, facts, captured)
+
+
+def load_final_norm(path: Path | str, *, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
+    """Load the norm between the target's last layer and its head, frozen: f[..., H] to f[..., H].
+
+    The module of its own architecture: Qwen3.5 scales by 1 + weight, others by weight.
+
+    Raises:
+        DflashError: see `target_facts`; the tensor is missing or misshapen (code 7).
+    """
+    facts = target_facts(path)
+    with torch.device("meta"):
+        stack = AutoModel.from_config(_text_config(facts, 1), dtype=dtype)
+    names = [f"{facts.prefix}norm.weight"]
+    for _, tensor in read_tensors(facts.tensors, names, dtype=dtype, device=torch.device(device)):
+        _assign(stack, "norm.weight", tensor, facts)
+    return stack.get_submodule("norm").eval().requires_grad_(False)
 
 
 def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:

@@ -26,7 +26,7 @@ from trainer.drafter.objective import Objective
 from trainer.drafter.step import drafter_forward
 from trainer.optimizer import StepOptimizer
 
-OBJECTIVES = {"decay": Objective(), "dpace": Objective(dpace_alpha=0.5)}
+OBJECTIVES = {"decay": Objective(), "dpace": Objective(dpace_alpha=0.5), "dpace and KL": Objective(0.5, 0.5)}
 LENGTHS = [13, 2, 21, 9, 6, 17]
 EMPTY = (3, 4)  # Documents without a supervised token.
 CONFIG = TrainConfig(mask_token_id=3, block_size=4, lr=1e-2, warmup_ratio=0.0)
@@ -34,21 +34,21 @@ CONFIG = TrainConfig(mask_token_id=3, block_size=4, lr=1e-2, warmup_ratio=0.0)
 
 @pytest.fixture(scope="module")
 def documents(row):
-    """Return the rows of six documents, and their states f[T, L·H], as one packed row each."""
+    """Return the rows of six documents, their states f[T, L·H] and what their teacher's head reads, f[T, H]."""
     packed = row(LENGTHS, holes=0.2, seed=4)
     for number in EMPTY:
         packed["loss_mask"][packed["document_ids"] == 100 + number] = 0
     torch.manual_seed(1)
-    states = torch.randn(sum(LENGTHS), 96, dtype=torch.float64)
+    states, teacher = (torch.randn(sum(LENGTHS), width, dtype=torch.float64) for width in (96, 32))
     cuts = np.cumsum([0, *LENGTHS])
     rows = [{name: each[a:b] for name, each in packed.items()} for a, b in pairwise(cuts)]
-    return rows, states.split(LENGTHS)
+    return rows, states.split(LENGTHS), teacher.split(LENGTHS)
 
 
 @pytest.fixture(scope="module")
 def micro_batch(documents, blocks_of):
     """Return micro_batch(documents, drafter, objective): the sums of these documents packed into one row."""
-    rows, states = documents
+    rows, states, teacher = documents
     torch.manual_seed(2)
     embed, head = torch.randn(2, 40, 32, dtype=torch.float64)
 
@@ -64,6 +64,7 @@ def micro_batch(documents, blocks_of):
             chunk_rows=12,
             noise=Noise(0.1, 5, epoch),
             objective=objective,
+            teacher=torch.cat([teacher[n] for n in numbers]),
         )
 
     return forward

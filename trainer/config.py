@@ -77,7 +77,7 @@ class TrainConfig:
     objective: str = _key("decay", "what a block's rows weigh: decay with gamma, or dpace, by the drafter's own confidence (arXiv 2605.18810)", group="optimisation", choices=("decay", "dpace"))
     dpace_alpha: float = _key(0.5, "dpace: confidence p counts as (1 - alpha) * p + alpha; 1: by position alone", group="optimisation", low=0, high=1)
     kl_weight: float = _key(0.0, "share of the KL to the target's own distribution in the loss, beside cross-entropy; above 0 all of the target runs, and its last state travels too", group="optimisation", low=0, high=1)
-    loss_vocab_extra: int = _key(-1, "softmax over the data's tokens and this many others; -1: the whole vocabulary", group="optimisation", low=-1)
+    loss_vocab_extra: int = _key(-1, "softmax over the data's tokens and this many others, and accuracy and accept_len among them alone; -1: the whole vocabulary", group="optimisation", low=-1)
     objective_rows: int = _key(2048, "block rows whose logits exist at once (with KL three times), but always a whole block", group="optimisation", low=1)
     on_nan: str = _key("stop", "after a non-finite loss or gradient, whose step is never applied", group="optimisation", choices=("stop", "continue"))
 

@@ -1,4 +1,4 @@
-"""From a checkpoint to what serving engines load: `config.json` and `model.safetensors` in the z-lab layout."""
+"""From a checkpoint to what serving engines load: `config.json`, `model.safetensors` and a model card."""
 
 from __future__ import annotations
 
@@ -7,25 +7,39 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from remote.protocol.errors import preflight_error
-from trainer.checkpoint_files import DRAFTER_CONFIG_FILE, DRAFTER_FILE, read_state
+from trainer.checkpoint_files import DRAFTER_CONFIG_FILE, DRAFTER_FILE, STATE_FILE, TrainerState, read_state
 from trainer.config import TrainConfig
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.fresh import fresh_drafter
 from trainer.drafter.model import Drafter
-from trainer.target.facts import read_config
+from trainer.export_speculators import speculators_config, zlab_of
+from trainer.model_card import Card
+from trainer.target.facts import HYBRID, read_config
 from trainer.target.new_directory import new_directory
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+LAYOUTS = ("zlab", "speculators")
 
 
-def export_drafter(state: Mapping[str, torch.Tensor], config: DrafterConfig, destination: Path, dtype: str) -> None:
+def export_drafter(
+    state: Mapping[str, torch.Tensor],
+    config: DrafterConfig,
+    destination: Path,
+    dtype: str,
+    *,
+    served_config: Mapping[str, Any] | None = None,
+    card: str = "",
+) -> None:
     """Write a drafter's state under its serving names, cast to `dtype`, as a new directory that appears whole.
+
+    `served_config` is what becomes config.json, that of the z-lab layout unless given; `card` becomes README.md.
 
     Raises:
         DflashError: `destination` exists, or the state would break serving: names or shapes that do not belong to the
@@ -44,13 +58,15 @@ def export_drafter(state: Mapping[str, torch.Tensor], config: DrafterConfig, des
             hint="export an earlier checkpoint, or another dtype",
         )
     with new_directory(destination) as directory:
-        text = json.dumps(config.to_zlab(dtype), indent=2)
+        text = json.dumps(served_config or config.to_zlab(dtype), indent=2)
         (directory / "config.json").write_text(text + "\n", encoding="utf-8")
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        if card:
+            (directory / "README.md").write_text(card, encoding="utf-8")
 
 
 def load_exported(directory: Path, dtype: torch.dtype = torch.float32, num_target_layers: int | None = None) -> Drafter:
-    """Return the drafter of an exported directory on the CPU, in `dtype`, in eval mode.
+    """Return the drafter of an exported directory, in either layout, on the CPU, in `dtype`, in eval mode.
 
     `num_target_layers` is the target's, for directories of others whose config.json does not name it.
 
@@ -59,6 +75,8 @@ def load_exported(directory: Path, dtype: torch.dtype = torch.float32, num_targe
             (code 7).
     """
     raw = read_config(directory)
+    if "speculators_model_type" in raw:
+        raw = zlab_of(raw)
     config = DrafterConfig.from_zlab(raw, num_target_layers)
     state = _read_state(directory / "model.safetensors")
     _check_state(state, config)
@@ -101,18 +119,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="the directory to make")
     parser.add_argument("--untrained", action="store_true", help="the drafter as it was before the run's first step")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="type of the exported tensors")
+    layout = "zlab (default): for vLLM and SGLang; speculators: for vLLM, names its target itself"
+    parser.add_argument("--layout", choices=LAYOUTS, default="zlab", help=layout)
+    target = "hub id or directory that serves the target (default: the one the run was trained with)"
+    parser.add_argument("--target-name", default="", help=target)
+    parser.add_argument("--drafter-name", default="", help="hub id it will have (default: the directory to make)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Export as the command line says; return the exit code. Prints the directory, which is the verb's answer."""
     state, config = load_checkpoint(arguments.checkpoint)
+    trainer_state = read_state(arguments.checkpoint) if (arguments.checkpoint / STATE_FILE).is_file() else None
     if arguments.untrained:
         trained_with = TrainConfig.from_mapping(read_state(arguments.checkpoint).config, "the checkpoint")
         state = fresh_drafter(trained_with).state_dict()
-    export_drafter(state, config, arguments.output, arguments.dtype)
-    print(f"{len(state)} tensors, {sum(t.numel() for t in state.values()):,} parameters", file=sys.stderr)
+    target = arguments.target_name or str(trainer_state.config.get("target_model", "") if trainer_state else "")
+    if not target:
+        raise preflight_error(
+            f"{arguments.checkpoint} does not say which target it belongs to",
+            cause=f"it has no {STATE_FILE}",
+            hint="name the target's hub id or directory with --target-name",
+        )
+    architectures = _architectures(target, trainer_state)
+    served = None
+    if arguments.layout == "speculators":
+        served = speculators_config(config, arguments.dtype, target, architectures)
+    count = sum(tensor.numel() for tensor in state.values())
+    card = Card(
+        config=config,
+        target=target,
+        drafter=arguments.drafter_name or str(arguments.output.resolve()),
+        layout=arguments.layout,
+        dtype=arguments.dtype,
+        parameters=count,
+        hybrid_target=bool(set(architectures) & set(HYBRID)),
+        state=trainer_state,
+        untrained=arguments.untrained,
+    )
+    export_drafter(state, config, arguments.output, arguments.dtype, served_config=served, card=card.render())
+    print(f"{len(state)} tensors, {count:,} parameters", file=sys.stderr)
     print(arguments.output.resolve())
     return 0
+
+
+def _architectures(target: str, state: TrainerState | None) -> tuple[str, ...]:
+    """Return what the target's config.json names, from where it is served or was trained; nothing if neither is here."""
+    trained_with = str(state.config.get("target_model", "")) if state else ""
+    for directory in (Path(place) for place in (target, trained_with) if place):
+        if (directory / "config.json").is_file():
+            return tuple(read_config(directory).get("architectures") or ())
+    return ()
 
 
 def _read_state(path: Path) -> dict[str, torch.Tensor]:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from remote.protocol.errors import DflashError, ExitCode
+from remote.protocol.files import write_json
 from trainer import export
+from trainer.checkpoint_files import STATE_FILE, TrainerState
+from trainer.config import TrainConfig
 from trainer.drafter.config import DrafterConfig, derive
 from trainer.drafter.model import Drafter
+from trainer.export_speculators import speculators_config, zlab_of
+from trainer.model_card import Card, sglang_line, vllm_line
 
 TARGET = {
     "hidden_size": 32,
@@ -41,6 +48,8 @@ def checkpoint(tmp_path, config, drafter):
     directory.mkdir()
     save_file(drafter.state_dict(), directory / export.DRAFTER_FILE)
     (directory / export.DRAFTER_CONFIG_FILE).write_text(json.dumps(config.to_zlab("float32")))
+    trained_with = TrainConfig(target_model="/models/Qwen3-8B", data_dir="/data/replies", lr=3e-4).to_dict()
+    write_json(directory / STATE_FILE, TrainerState(7, 20, "ab" * 32, trained_with, loss=2.5))
     return directory
 
 
@@ -54,7 +63,7 @@ def test_a_checkpoint_becomes_a_served_directory(checkpoint, tmp_path, drafter, 
     out = tmp_path / "out"
     assert run("--checkpoint", checkpoint, "--output", out) == 0
     assert capsys.readouterr().out.strip() == str(out)
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     served = json.loads((out / "config.json").read_text())
     assert served["dtype"] == "bfloat16"
     assert served["architectures"] == ["DFlashDraftModel"]
@@ -138,3 +147,149 @@ def test_a_type_that_config_and_tensors_disagree_on(tmp_path, config, drafter):
     with pytest.raises(DflashError, match="inconsistent") as caught:
         export.load_exported(tmp_path / "out")
     assert "float32" in caught.value.cause
+
+
+def sliding(config):
+    return replace(config, layer_types=("sliding_attention",) * 2, sliding_window=16)
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+def test_the_speculators_layout_counts_layers_from_one_and_has_one_flag(config, kind):
+    drafter_config = sliding(config) if kind == "sliding" else config
+    served = speculators_config(drafter_config, "bfloat16", "Qwen/Qwen3-8B", ("Qwen3ForCausalLM",))
+    assert served["aux_hidden_state_layer_ids"] == [i + 1 for i in config.target_layer_ids]
+    assert served["sliding_window_non_causal"] is (kind == "full")
+    assert served["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == config.block_size - 1
+    assert served["speculators_config"]["verifier"] == {
+        "name_or_path": "Qwen/Qwen3-8B",
+        "architectures": ["Qwen3ForCausalLM"],
+    }
+    assert served["draft_vocab_size"] == served["transformer_layer_config"]["vocab_size"] == 40
+    assert served["transformer_layer_config"]["layer_types"] == list(drafter_config.layer_types)
+    read = DrafterConfig.from_zlab(zlab_of(json.loads(json.dumps(served))), num_target_layers=8)
+    assert read == drafter_config
+
+
+def test_a_mixture_is_refused_in_the_speculators_layout_with_a_way_out(config, checkpoint, tmp_path):
+    mixed = replace(config, layer_types=("sliding_attention", "full_attention"), sliding_window=16)
+    (checkpoint / export.DRAFTER_CONFIG_FILE).write_text(json.dumps(mixed.to_zlab("float32")))
+    words = ["--checkpoint", checkpoint, "--output", tmp_path / "out"]
+    with pytest.raises(DflashError, match="full and sliding") as caught:
+        run(*words, "--layout", "speculators")
+    assert "z-lab layout" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+    assert run(*words) == 0
+    assert "vLLM 0.32 refuses" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_speculators_layout_is_written_and_loaded_again(checkpoint, tmp_path, config, drafter, make_target):
+    target = make_target("Qwen3ForCausalLM")
+    words = ["--layout", "speculators", "--target-name", target, "--dtype", "float32"]
+    assert run("--checkpoint", checkpoint, "--output", tmp_path / "out", *words) == 0
+    served = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert served["speculators_config"]["verifier"]["architectures"] == ["Qwen3ForCausalLM"]
+    loaded = export.load_exported(tmp_path / "out", num_target_layers=8)
+    assert loaded.config == config
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"    vllm serve {tmp_path / 'out'}\n" in card
+    assert "sglang" not in card
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ({"speculators_model_type": "eagle3"}, "algorithm is eagle3"),
+        ({"draft_vocab_size": 32}, "vocabulary of its own"),
+        ({"sample_from_anchor": True}, "anchor's row"),
+        ({"sliding_window_non_causal": True}, "both directions"),
+    ],
+)
+def test_what_another_trainer_may_have_written_is_refused_when_it_computes_something_else(config, changed, cause):
+    served = speculators_config(sliding(config), "bfloat16", "t", ())
+    with pytest.raises(DflashError) as caught:
+        zlab_of(served | changed)
+    assert cause in caught.value.cause
+
+
+def test_an_older_directory_of_others_is_loaded(tmp_path, config, drafter):
+    """What z-lab's first releases lack: dtype under its old name, layer_types, num_target_layers."""
+    export.export_drafter(drafter.state_dict(), config, tmp_path / "out", "bfloat16")
+    path = tmp_path / "out" / "config.json"
+    served = json.loads(path.read_text())
+    for key in ("dtype", "layer_types", "num_target_layers", "rope_parameters"):
+        del served[key]
+    path.write_text(json.dumps(served | {"torch_dtype": "bfloat16"}))
+    assert export.load_exported(tmp_path / "out", num_target_layers=8).config == config
+    path.write_text(json.dumps(served | {"torch_dtype": "float16"}))
+    with pytest.raises(DflashError, match="inconsistent"):
+        export.load_exported(tmp_path / "out", num_target_layers=8)
+    with pytest.raises(DflashError, match="no config") as caught:
+        export.load_exported(tmp_path / "out")
+    assert "num_target_layers" in caught.value.cause
+
+
+def flags(line):
+    """The words of a command line, each flag with the word behind it."""
+    words = shlex.split(line)
+    return {word: words[i + 1] for i, word in enumerate(words[:-1]) if word.startswith("--")}, words
+
+
+def test_serve_lines_are_those_of_the_published_drafters(config):
+    given, words = flags(vllm_line(config, "Qwen/Qwen3-8B", "/out/my drafter"))
+    assert words[:3] == ["vllm", "serve", "Qwen/Qwen3-8B"]
+    # vLLM counts guesses, SGLang counts rows.
+    assert json.loads(given["--speculative-config"]) == {
+        "method": "dflash",
+        "model": "/out/my drafter",
+        "num_speculative_tokens": 3,
+    }
+    assert given["--attention-backend"] == "flash_attn"
+    assert "--attention-backend" not in vllm_line(sliding(config), "t", "d")
+    given, words = flags(sglang_line(config, "Qwen/Qwen3-8B", "/out/my drafter", hybrid_target=False))
+    assert words[:3] == ["python", "-m", "sglang.launch_server"]
+    assert given == {
+        "--model-path": "Qwen/Qwen3-8B",
+        "--speculative-algorithm": "DFLASH",
+        "--speculative-draft-model-path": "/out/my drafter",
+        "--speculative-num-draft-tokens": "4",
+    }
+    assert "extra_buffer" in sglang_line(config, "t", "d", hybrid_target=True)
+
+
+def test_the_card_says_what_it_is_how_to_serve_it_and_how_it_was_trained(checkpoint, tmp_path, config):
+    out = tmp_path / "out"
+    names = ["--target-name", "Qwen/Qwen3-8B", "--drafter-name", "me/Qwen3-8B-DFlash"]
+    assert run("--checkpoint", checkpoint, "--output", out, *names) == 0
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nbase_model: Qwen/Qwen3-8B\n")
+    assert f"    {vllm_line(config, 'Qwen/Qwen3-8B', 'me/Qwen3-8B-DFlash')}\n" in card
+    assert f"    {sglang_line(config, 'Qwen/Qwen3-8B', 'me/Qwen3-8B-DFlash', False)}\n" in card
+    assert "Step 7 of 20, loss 2.5000" in card
+    assert "| lr | 0.0003 |" in card
+    assert "| reads the outputs of target layers | 1, 3, 5 of 8, counted from 0 |" in card
+    assert "| layers | 2: 2 full |" in card
+
+
+def test_names_default_to_the_directories_of_the_run(checkpoint, tmp_path):
+    assert run("--checkpoint", checkpoint, "--output", tmp_path / "out") == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "base_model" not in card
+    assert f'vllm serve /models/Qwen3-8B --speculative-config \'{{"method": "dflash", "model": "{tmp_path}/out"' in card
+
+
+def test_an_untrained_drafter_says_so(config):
+    state = TrainerState(7, 20, "ab" * 32, {}, loss=2.5)
+    card = Card(config, "t", "d", "zlab", "float32", 10, state=state, untrained=True).render()
+    assert "None: these are the weights that a run started from" in card
+    assert "Step 7" not in card
+
+
+def test_a_checkpoint_that_does_not_name_its_target_asks_for_it(checkpoint, tmp_path):
+    (checkpoint / STATE_FILE).unlink()
+    with pytest.raises(DflashError, match="which target") as caught:
+        run("--checkpoint", checkpoint, "--output", tmp_path / "out")
+    assert "--target-name" in caught.value.hint
+    assert run("--checkpoint", checkpoint, "--output", tmp_path / "out", "--target-name", "Qwen/Qwen3-8B") == 0
+    assert "## Training" not in (tmp_path / "out" / "README.md").read_text()

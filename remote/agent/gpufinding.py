@@ -10,7 +10,7 @@ from pathlib import Path
 
 from remote.agent.environment import RUN_VARIABLE
 from remote.agent.finding import FAILED, OK, WARNING, Finding
-from remote.agent.gpus import HELD_MIB, Gpu, holders, list_gpus
+from remote.agent.gpus import HELD_MIB, Gpu, holders, list_gpus, named
 from remote.protocol.errors import DflashError
 from remote.protocol.layout import is_run_id
 
@@ -147,7 +147,7 @@ def owner(pids: Sequence[int]) -> str:
     runs = {run_of(pid) for pid in pids}
     if "" not in runs:
         return f"run {', '.join(sorted(runs))}"
-    return f"pid {', '.join(map(str, [pid for pid in pids if not run_of(pid)]))}"
+    return named([pid for pid in pids if not run_of(pid)])
 
 
 def run_of(pid: int) -> str:

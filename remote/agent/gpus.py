@@ -88,6 +88,23 @@ def holders(index: str) -> list[int]:
     return sorted(found)
 
 
+def named(pids: Sequence[int]) -> str:
+    """Return processes for a message: "pid 4711 (python3 of alice), 4712 (...)"; their numbers alone without psutil."""
+    return "pid " + ", ".join(f"{pid}{_program_and_user(pid)}" for pid in pids)
+
+
+def _program_and_user(pid: int) -> str:
+    try:
+        import psutil
+    except ImportError:  # the system's Python, before --python names one that trains
+        return ""
+    try:
+        process = psutil.Process(pid)
+        return f" ({process.name()} of {process.username()})"
+    except psutil.Error:  # it ended meanwhile
+        return ""
+
+
 def _has_open(folder: Path, device: str) -> bool:
     try:
         return any(os.path.realpath(link) == device for link in folder.iterdir())
@@ -129,7 +146,7 @@ def require_free(devices: Sequence[str]) -> dict[str, int]:
     for index, mib in used.items():
         if mib > HELD_MIB:
             pids = holders(index)
-            by = f"pid {', '.join(map(str, pids))}" if pids else "a holder outside this container"
+            by = named(pids) if pids else "a holder outside this container"
             raise preflight_error(
                 f"GPU {index} is held",
                 cause=f"{mib} MiB in use by {by}",

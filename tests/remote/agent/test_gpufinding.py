@@ -24,6 +24,7 @@ from remote.agent.gpufinding import (
     owner,
     run_of,
 )
+from remote.agent.gpus import named
 from remote.protocol.layout import new_run_id
 
 # /dev/null has major 1 ("mem"): it stands for a device file here, for making one needs root.
@@ -133,7 +134,7 @@ def test_held_by_our_own_run_is_no_trouble(devices, smi, monkeypatch):
         found = gpu_finding("cuda", ["0", "1"])
         assert (found.state, found.text.partition("; ")[2]) == ("ok", f"GPU 0, 1: 110,000 MiB by run {run}")
         # A stranger beside it is named, and only he.
-        assert owner([child.pid, os.getpid()]) == f"pid {os.getpid()}"
+        assert owner([child.pid, os.getpid()]) == named([os.getpid()])
     assert run_of(child.pid) == ""
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from remote.agent import gpus
@@ -83,6 +86,16 @@ def test_a_held_gpu_is_named_with_what_holds_it(smi):
     assert caught.value.code == 7
     assert caught.value.error == "GPU 1 is held"
     assert "60000 MiB in use by a holder outside this container" in caught.value.cause
+
+
+def test_a_holder_has_a_name_and_a_user_where_psutil_is(monkeypatch):
+    own, ended = os.getpid(), subprocess.Popen(["true"])
+    ended.wait()
+    program = psutil.Process(own).name()
+    assert gpus.named([own, ended.pid]) == f"pid {own} ({program} of {getpass.getuser()}), {ended.pid}"
+    # The system's Python has no psutil.
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert gpus.named([own]) == f"pid {own}"
 
 
 def test_holders_are_found_by_what_they_hold_open(tmp_path, monkeypatch):

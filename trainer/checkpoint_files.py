@@ -24,8 +24,8 @@ _NAME = re.compile(r"step-([0-9]{8})")
 
 # What decides which numbers a step computes. Layout, threads, transfer mode and intervals may change on resume; these may not.
 _BINDING = (
-    "mask_token_id", "block_size", "drafter_layers", "captured_layers", "target_layer_ids", "attention", "sliding_window",
-    "drafter_heads", "drafter_kv_heads", "drafter_head_dim", "drafter_ffn", "drafter_rope_theta",
+    "mask_token_id", "block_size", "drafter_layers", "captured_layers", "target_layer_ids", "attention", "layer_types",
+    "sliding_window", "drafter_heads", "drafter_kv_heads", "drafter_head_dim", "drafter_ffn", "drafter_rope_theta",
     "max_length", "token_budget", "bucket_tokens", "num_anchors", "row_anchors", "noise_std", "seed", "epochs", "max_steps",
     "lr", "warmup_ratio", "weight_decay", "beta1", "beta2", "max_grad_norm", "micro_batches_per_step", "gamma",
     "objective", "dpace_alpha", "kl_weight", "loss_vocab_extra", "dtype",

@@ -47,6 +47,7 @@ class TrainConfig:
     captured_layers: int = _key(5, "target layers whose output the drafter sees", group="model", low=1, high=32)
     target_layer_ids: tuple[int, ...] = _key((), "which target layers; empty: spread evenly", group="model", low=0)
     attention: str = _key("mixed", "drafter attention: mixed is sliding in all layers but the last", group="model", choices=("full", "sliding", "mixed"))
+    layer_types: tuple[str, ...] = _key((), "attention of each drafter layer by name, such as sliding,full,sliding; empty: what attention says", group="model", choices=("full", "sliding"))
     sliding_window: int = _key(2048, "window of sliding layers", group="model", unit="tokens", low=1)
     drafter_heads: int = _key(0, "query heads; 0: the target's", group="model", low=0)
     drafter_kv_heads: int = _key(0, "key/value heads; 0: the target's", group="model", low=0)
@@ -165,6 +166,8 @@ def _rules(c: TrainConfig) -> list[tuple[bool, str, str, str]]:
          "raise row_anchors or lower num_anchors"),
         (bool(c.target_layer_ids) and list(c.target_layer_ids) != sorted(set(c.target_layer_ids)), "target_layer_ids",
          "layer ids must ascend", "sort them and name each once"),
+        (bool(c.layer_types) and len(c.layer_types) != c.drafter_layers, "layer_types",
+         f"drafter_layers is {c.drafter_layers}", "name one kind for each layer, or none"),
         (c.max_grad_norm == 0, "max_grad_norm", "every gradient would become zero", "use a large value to switch clipping off"),
     ]  # fmt: skip
 
@@ -175,6 +178,15 @@ def unknown_key(key: str, origin: str) -> Exception:
     near = difflib.get_close_matches(key.replace("-", "_"), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else "`dflashctl config show` lists every key"
     return usage_error(f"unknown key {key!r}", cause=f"{origin} sets it, but no such setting exists", hint=hint)
+
+
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a finite number",
+    "str": "text",
+    "tuple[int, ...]": "a list of whole numbers",
+    "tuple[str, ...]": "a list of names",
+}
 
 
 def _is_int(value: Any) -> bool:
@@ -193,17 +205,18 @@ def _typed(kind: str, value: Any, choices: tuple[str, ...]) -> Any:
         return float(value)
     if kind == "tuple[int, ...]" and isinstance(value, list | tuple) and all(_is_int(item) for item in value):
         return tuple(value)
-    expected = {"int": "a whole number", "float": "a finite number", "str": "text"}.get(kind, "a list of whole numbers")
-    raise ValueError(f"expected {expected}")
+    if kind == "tuple[str, ...]" and isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise ValueError(f"expected {_EXPECTED[kind]}")
 
 
 def _checked(field: dataclasses.Field[Any], value: Any, origin: str) -> Any:
     rule = field.metadata
     try:
         typed = _typed(str(field.type), value, rule["choices"])
-        if rule["choices"] and typed not in rule["choices"]:
-            raise ValueError(f"expected one of {', '.join(rule['choices'])}")
         for item in typed if isinstance(typed, tuple) else (typed,):
+            if rule["choices"] and item not in rule["choices"]:
+                raise ValueError(f"expected one of {', '.join(rule['choices'])}")
             if rule["low"] is not None and item < rule["low"]:
                 raise ValueError(f"must be at least {rule['low']:g}")
             if rule["high"] is not None and item > rule["high"]:
@@ -237,14 +250,19 @@ def _flag_help(field: dataclasses.Field[Any]) -> str:
     return field.metadata["help"] + unit + (f" (default {default})" if default else "")
 
 
+def _metavar(field: dataclasses.Field[Any]) -> str:
+    if choices := "|".join(field.metadata["choices"]):
+        return choices + (",..." if isinstance(field.default, tuple) else "")
+    return {"int": "N", "float": "X", "str": "TEXT"}.get(str(field.type), "N,N,...")
+
+
 def config_flags() -> list[Flag]:
     """Return every key as a flag, in order of declaration."""
-    metavars = {"int": "N", "float": "X", "str": "TEXT"}
     return [
         Flag(
             key=field.name,
             name="--" + field.name.replace("_", "-"),
-            metavar="|".join(field.metadata["choices"]) or metavars.get(str(field.type), "N,N,..."),
+            metavar=_metavar(field),
             help=_flag_help(field),
             group=field.metadata["group"],
             choices=field.metadata["choices"],
@@ -268,7 +286,8 @@ def coerce(key: str, text: str, origin: str = "command line") -> Any:
         elif kind == "float":
             value = float(text)
         elif kind.startswith("tuple"):
-            value = [int(item) for item in text.split(",") if item.strip()]
+            items = [item.strip() for item in text.split(",") if item.strip()]
+            value = items if "str" in kind else [int(item) for item in items]
     except ValueError:
         value = text
     return _checked(field, value, origin)

@@ -56,7 +56,7 @@ def drafter_config(config: TrainConfig, facts: TargetFacts) -> DrafterConfig:
         target_layer_ids=config.target_layer_ids or None,
         num_target_layer_ids=config.captured_layers,
         sliding_window=config.sliding_window,
-        layer_types=config.attention,
+        layer_types=[f"{kind}_attention" for kind in config.layer_types] or config.attention,
         num_attention_heads=config.drafter_heads or None,
         num_key_value_heads=config.drafter_kv_heads or None,
         head_dim=config.drafter_head_dim or None,

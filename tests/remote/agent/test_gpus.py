@@ -65,9 +65,11 @@ def test_a_gpu_that_is_not_there_is_named(smi):
     assert (caught.value.error, caught.value.cause) == ("no GPU 2 there", "it has 2: 0, 1")
 
 
-def test_a_start_without_gpus_is_refused_before_the_trainer_is_asked(far):
+def test_a_start_without_gpus_is_refused_with_whatever_else_is_missing(far):
     error = far.start(spec={"devices": ["0"]}, preflight=True).error
-    assert (error["code"], error["error"]) == (7, "no GPU on the far end")
+    assert error["code"] == 7
+    first, second = error["problems"]
+    assert (first["error"], "GPU" in second["error"]) == ("no GPU on the far end", False), "told once, not in two ways"
 
 
 def test_lost_devices_are_an_error_of_their_own(smi):

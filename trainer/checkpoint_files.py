@@ -42,6 +42,7 @@ class TrainerState:
     config: dict[str, Any]
     run_id: str = ""
     loss: float | None = None
+    target_fingerprint: str = ""
     schema: int = 1
 
 
@@ -84,13 +85,21 @@ def read_state(checkpoint: Path) -> TrainerState:
     return state
 
 
-def check_resumable(state: TrainerState, config: TrainConfig, *, fingerprint: str, total_steps: int) -> None:
-    """Raise a preflight error when a run with this configuration and data would not continue the checkpoint's run."""
+def check_resumable(
+    state: TrainerState, config: TrainConfig, *, fingerprint: str, target: str, total_steps: int
+) -> None:
+    """Raise a preflight error when a run with this configuration would not continue the checkpoint's run.
+
+    `fingerprint` and `target`: of the training data and of the target model.
+    """
     # A key that the checkpoint's version did not know had its default's effect then: new keys must not orphan old checkpoints.
     then, now = TrainConfig().to_dict() | state.config, config.to_dict()
     differences = [f"{key}: {then[key]!r} then, {now[key]!r} now" for key in _BINDING if then[key] != now[key]]
     if state.data_fingerprint != fingerprint:
         differences.append("the training data is another set")
+    # Checkpoints of before the fingerprint have none.
+    if state.target_fingerprint not in ("", target):
+        differences.append("the target is another model")
     if differences:
         raise preflight_error(
             "the checkpoint belongs to another configuration",

@@ -55,7 +55,8 @@ def trained(dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Drafter
 
 
 def state(step: int, **changes: Any) -> TrainerState:
-    values = {"step": step, "total_steps": 100, "data_fingerprint": "abc", "config": CONFIG.to_dict(), "loss": 3.5}
+    values = {"step": step, "total_steps": 100, "data_fingerprint": "abc", "config": CONFIG.to_dict(), "loss": 3.5,
+              "target_fingerprint": "model"}  # fmt: skip
     return TrainerState(**(values | changes))
 
 
@@ -352,7 +353,7 @@ FREE_TO_CHANGE: list[Callable[[TrainConfig], TrainConfig]] = [
 
 @pytest.mark.parametrize("change", FREE_TO_CHANGE)
 def test_what_computes_the_same_numbers_may_change(change: Callable[[TrainConfig], TrainConfig]) -> None:
-    check_resumable(state(3), change(CONFIG), fingerprint="abc", total_steps=100)
+    check_resumable(state(3), change(CONFIG), fingerprint="abc", target="model", total_steps=100)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +362,9 @@ def test_what_computes_the_same_numbers_may_change(change: Callable[[TrainConfig
 )
 def test_what_computes_other_numbers_may_not(key: str, value: Any) -> None:
     with pytest.raises(DflashError) as caught:
-        check_resumable(state(3), dataclasses.replace(CONFIG, **{key: value}), fingerprint="abc", total_steps=100)
+        check_resumable(
+            state(3), dataclasses.replace(CONFIG, **{key: value}), fingerprint="abc", target="model", total_steps=100
+        )
     assert caught.value.code == ExitCode.PREFLIGHT
     assert f"{key}: " in caught.value.cause
 
@@ -370,10 +373,10 @@ def test_a_checkpoint_from_before_a_key_goes_on_with_its_default() -> None:
     old = state(3)
     known = {key: value for key, value in old.config.items() if key not in ("loss_vocab_extra", "gamma")}
     old = dataclasses.replace(old, config=known)
-    check_resumable(old, CONFIG, fingerprint="abc", total_steps=100)
+    check_resumable(old, CONFIG, fingerprint="abc", target="model", total_steps=100)
     changed = dataclasses.replace(CONFIG, loss_vocab_extra=7)
     with pytest.raises(DflashError, match="another configuration") as caught:
-        check_resumable(old, changed, fingerprint="abc", total_steps=100)
+        check_resumable(old, changed, fingerprint="abc", target="model", total_steps=100)
     assert caught.value.cause == "loss_vocab_extra: -1 then, 7 now"
 
 
@@ -393,6 +396,11 @@ def test_every_key_is_known_to_be_binding_or_free() -> None:
 
 def test_other_data_and_a_complete_run_are_refused() -> None:
     with pytest.raises(DflashError, match="another configuration"):
-        check_resumable(state(3), CONFIG, fingerprint="other", total_steps=100)
+        check_resumable(state(3), CONFIG, fingerprint="other", target="model", total_steps=100)
+    with pytest.raises(DflashError, match="another configuration") as caught:
+        check_resumable(state(3), CONFIG, fingerprint="abc", target="other", total_steps=100)
+    assert caught.value.cause == "the target is another model"
+    # A checkpoint from before targets had fingerprints.
+    check_resumable(state(3, target_fingerprint=""), CONFIG, fingerprint="abc", target="model", total_steps=100)
     with pytest.raises(DflashError, match="complete at step 100"):
-        check_resumable(state(100), CONFIG, fingerprint="abc", total_steps=100)
+        check_resumable(state(100), CONFIG, fingerprint="abc", target="model", total_steps=100)

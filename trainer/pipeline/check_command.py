@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from remote.protocol.codec import dumps
@@ -12,6 +13,7 @@ from trainer.pipeline.layout import Layout
 from trainer.pipeline.leader import resume_point
 from trainer.pipeline.plan import RunPlan
 from trainer.preflight import Prepared, parameter_count, preflight
+from trainer.target.fingerprint import target_fingerprint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         devices=not arguments.skip_devices,
         freed_shm=arguments.freed_shm,
     )
-    resume, first_step = resume_point(config, found)
+    resume, first_step = resume_point(config, found, target_fingerprint(found.facts))
     if arguments.continues:
         check_continues(RunPlan.load(Path(arguments.continues)), found)
     findings = {
@@ -60,4 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
 def check_continues(plan: RunPlan, found: Prepared) -> None:
     """Raise a preflight error when a checkpoint that the run of `plan` will write could not be resumed from."""
     state = TrainerState(plan.first_step, plan.total_steps, plan.data_fingerprint, plan.config, plan.run_id)
-    check_resumable(state, found.config, fingerprint=found.dataset.fingerprint, total_steps=found.total_steps)
+    state = dataclasses.replace(state, target_fingerprint=plan.target_fingerprint)
+    check_resumable(
+        state,
+        found.config,
+        fingerprint=found.dataset.fingerprint,
+        target=target_fingerprint(found.facts),
+        total_steps=found.total_steps,
+    )

@@ -26,6 +26,7 @@ from trainer.pipeline.plan import PLAN_VARIABLE, RunPlan
 from trainer.pipeline.slots import create_ring_file
 from trainer.preflight import SHARED_MEMORY, Prepared, preflight, ring_size
 from trainer.target.facts import read_header
+from trainer.target.fingerprint import target_fingerprint
 
 RUN_DIR_VARIABLE = "DFLASH_RUN_DIR"
 """Set by the supervisor; without it the run's directory is made inside output_dir."""
@@ -74,7 +75,8 @@ def prepare(config: TrainConfig, run: RunLayout, *, saves: bool = True) -> RunPl
     # A directory of its own under output_dir too: a run never writes among another run's checkpoints.
     output_dir = Path(config.output_dir).absolute() / run.run_id if config.output_dir else run.checkpoints
     found = preflight(config, output_dir if saves else None)
-    resume, first_step = resume_point(config, found)
+    target = target_fingerprint(found.facts)
+    resume, first_step = resume_point(config, found, target)
     documents = run.path / "documents.npz"
     np.savez(
         documents,
@@ -102,17 +104,21 @@ def prepare(config: TrainConfig, run: RunLayout, *, saves: bool = True) -> RunPl
         first_step=first_step,
         output_dir=str(output_dir),
         resume=resume,
+        target_fingerprint=target,
     )
 
 
-def resume_point(config: TrainConfig, found: Prepared) -> tuple[str, int]:
-    """Return (checkpoint directory, first step to train). Raises a preflight error when it does not fit this run."""
+def resume_point(config: TrainConfig, found: Prepared, target: str) -> tuple[str, int]:
+    """Return (checkpoint directory, first step to train). Raises a preflight error when it does not fit this run.
+
+    `target`: the target's fingerprint.
+    """
     if not config.resume:
         return "", 1
     state = checkpoint_files.read_state(Path(config.resume))
     check_whole(Path(config.resume))
     checkpoint_files.check_resumable(
-        state, config, fingerprint=found.dataset.fingerprint, total_steps=found.total_steps
+        state, config, fingerprint=found.dataset.fingerprint, target=target, total_steps=found.total_steps
     )
     return str(Path(config.resume).absolute()), state.step + 1
 

@@ -37,6 +37,7 @@ class RunPlan:
     first_step: int
     output_dir: str
     resume: str = ""
+    target_fingerprint: str = ""
 
     def train_config(self) -> TrainConfig:
         return TrainConfig.from_mapping(self.config, "the run's plan")

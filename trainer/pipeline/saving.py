@@ -86,6 +86,7 @@ class Saving:
             config=self.plan.config,
             run_id=self.plan.run_id,
             loss=loss,
+            target_fingerprint=self.plan.target_fingerprint,
         )
         output_dir = Path(self.plan.output_dir)
         saved = checkpoint.save(

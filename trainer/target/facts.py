@@ -23,11 +23,13 @@ _HEADER_LIMIT = 100_000_000
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies and what shape it has."""
+    """Where a tensor lies (file, and the place and number of its bytes there) and what shape it has."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    start: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         described = json.loads(header)
         described.pop("__metadata__", None)
         end = 8 + length + max((each["data_offsets"][1] for each in described.values()), default=0)
-        entries = {name: TensorEntry(file, tuple(each["shape"]), each["dtype"]) for name, each in described.items()}
+        entries = {name: _entry(file, each, 8 + length) for name, each in described.items()}
     except (ValueError, KeyError, AttributeError, TypeError, IndexError) as problem:
         raise _unusable(file.parent, f"the header of {file.name} is damaged or cut off", "copy the model again") from (
             problem
@@ -178,6 +180,11 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     if size < end:
         raise _unusable(file.parent, f"{file.name} is cut off: {size} of {end} bytes", "copy the model again")
     return entries
+
+
+def _entry(file: Path, described: Mapping[str, Any], data: int) -> TensorEntry:
+    start, end = described["data_offsets"]
+    return TensorEntry(file, tuple(described["shape"]), described["dtype"], data + start, end - start)
 
 
 def _tied(config: Mapping[str, Any], text_config: Mapping[str, Any], *, has_head: bool) -> bool:

@@ -22,6 +22,7 @@ LAYERS = {
     "sliding": {"layer_types": "sliding", "sliding_window": 5},
     "sliding, window below block": {"layer_types": "sliding", "sliding_window": 2},
     "mixed": {"layer_types": "mixed", "sliding_window": 5},
+    "listed": {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 5},
 }
 
 
@@ -80,6 +81,26 @@ def test_training_equals_inference_at_every_anchor_of_a_packed_row(config, row, 
     assert blocks.count > 10
     wanted = reference_forward(make_reference(drafter), embeds, states, blocks)
     torch.testing.assert_close(drafter(embeds, states, blocks).detach(), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_training_equals_inference_in_a_row_of_one_document(config, row, blocks_of, layers):
+    drafter = make_drafter(config(**LAYERS[layers]))
+    blocks = blocks_of(row([23]), num_anchors=8)
+    embeds, states = inputs(blocks, drafter.config)
+    wanted = reference_forward(make_reference(drafter), embeds, states, blocks)
+    torch.testing.assert_close(drafter(embeds, states, blocks).detach(), wanted, rtol=0, atol=1e-5)
+
+
+def test_a_document_reads_the_same_alone_and_packed(config, row, blocks_of):
+    drafter = make_drafter(config(**LAYERS["listed"]), torch.float64)
+    packed = row([19, 23], 3)
+    together = blocks_of(packed, num_anchors=6)
+    alone = blocks_of({name: values[19:42] for name, values in packed.items()}, num_anchors=6)
+    embeds, states = inputs(together, drafter.config, torch.float64)
+    own = (together.documents == 1).repeat_interleave(together.block_size)
+    wanted = drafter(embeds, states, together)[own]
+    torch.testing.assert_close(drafter(embeds[own], states[19:42], alone), wanted, rtol=0, atol=1e-12)
 
 
 def unshift(rows, blocks):
@@ -196,25 +217,6 @@ def test_drafting_behind_a_growing_context_equals_training(config, row, blocks_o
     assert guessed([1], tokens[1:]) == wanted[1:]
     batch.select([1])
     assert guessed([0], tokens[1:]) == wanted[1:]
-
-
-def test_split_fc_is_the_same_function(config):
-    drafter = Drafter(config())
-    torch.manual_seed(1)
-    states = torch.randn(50, 96)
-    with torch.no_grad():
-        # hidden_norm brings features to unit scale; the sums before it differ in the order of addition alone.
-        together = drafter.context_features(states)
-        apart = drafter.context_features(states.chunk(3, dim=-1))
-    torch.testing.assert_close(together, apart, rtol=0, atol=2e-6)
-
-
-def test_split_fc_differs_by_rounding_alone(config, row, blocks_of):
-    drafter = make_drafter(config(), torch.float64)
-    blocks = blocks_of(row([19, 14]))
-    embeds, states = inputs(blocks, drafter.config, torch.float64)
-    apart = drafter(embeds, tuple(states.chunk(3, dim=-1)), blocks)
-    torch.testing.assert_close(drafter(embeds, states, blocks), apart, rtol=0, atol=1e-13)
 
 
 def test_the_state_has_the_serving_names_and_no_buffer(config):

@@ -121,16 +121,15 @@ def _generate(
 
     model = load_generator(args.target_model, args.dtype, args.device, args.threads)
     settings = DecodeSettings(args.max_new_tokens, args.temperature, args.seed, tuple(recipe.stop_ids))
-    progress = Progress("generate", len(prompts))
-    for batch in _batches(prompts, args.batch_size):
-        replies = decode_batch(model, [p.input_ids for p in batch], [p.key for p in batch], settings)
-        for prompt, reply in zip(batch, replies, strict=True):
-            row = _row(prompt, reply, chat, args.token_ids)
-            output.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
-        output.flush()
-        os.fsync(output.fileno())
-        progress.add(len(batch), sum(len(reply.token_ids) for reply in replies))
-    progress.say()
+    with Progress("generate", len(prompts)) as progress:
+        for batch in _batches(prompts, args.batch_size):
+            replies = decode_batch(model, [p.input_ids for p in batch], [p.key for p in batch], settings)
+            for prompt, reply in zip(batch, replies, strict=True):
+                row = _row(prompt, reply, chat, args.token_ids)
+                output.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+            output.flush()
+            os.fsync(output.fileno())
+            progress.add(len(batch), sum(len(reply.token_ids) for reply in replies))
 
 
 def _row(prompt: Prompt, reply: Reply, chat: ChatTokenizer, with_ids: bool) -> dict[str, Any]:

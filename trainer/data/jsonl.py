@@ -14,23 +14,31 @@ from remote.protocol.errors import preflight_error
 SUFFIXES = (".jsonl", ".jsonl.gz")
 
 
-def open_lines(path: Path) -> BinaryIO:
-    """Open a JSONL file for reading bytes; a name that ends in .gz is decompressed."""
-    return cast("BinaryIO", gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
-
-
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, object) for every line that is not blank.
 
     Raises:
         DflashError: a line is no JSON object or no UTF-8, the gzip stream is damaged, the file cannot be read.
     """
+    for number, line, _ in read_lines(path):
+        yield number, parse_row(line, path, number)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
+    """Yield (line number from 1, line, bytes of the file read so far) for every line that is not blank.
+
+    A name that ends in .gz is decompressed; the position counts the file's own bytes all the same.
+
+    Raises:
+        DflashError: the gzip stream is damaged, the file cannot be read.
+    """
     number = 0
     try:
-        with open_lines(path) as lines:
-            for number, line in enumerate(lines, start=1):
+        with path.open("rb") as file:
+            lines = cast("BinaryIO", gzip.GzipFile(fileobj=file)) if path.suffix == ".gz" else file
+            for number, line in enumerate(iter(lines.readline, b""), start=1):
                 if line.strip():
-                    yield number, parse_row(line, path, number)
+                    yield number, line, file.tell()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise preflight_error(
             f"{path} is a damaged gzip file", cause=f"after line {number}: {error}", hint="copy or make the file again"

@@ -4,46 +4,71 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from remote.protocol.errors import preflight_error, usage_error
-from trainer.data.chat import ChatTokenizer, Encoded, load_tokenizer
-from trainer.data.dialects import Conversation, conversation_of
-from trainer.data.jsonl import read_rows
+from trainer.data.chat import ChatTokenizer, load_tokenizer, parse_template_kwargs
 from trainer.data.progress import Progress
-from trainer.data.tokenised_files import document_writer
+from trainer.data.sources import Source, line_batches, mixed, parse_source
+from trainer.data.statistics import Counts, table, total
+from trainer.data.tokenised_files import DocumentWriter, document_writer
+from trainer.data.tokenising import Task, tokenise_all
 from trainer.target.new_directory import new_directory
 
-_SCHEMA = 1
-# Rows tokenised together (the tokenizer runs them in parallel) and written as one parquet row group.
-_BATCH_ROWS = 1024
+_SCHEMA = 2
 
+HELD_OUT = "held-out"
+"""The directory inside the output that holds what is not trained on."""
 
-@dataclass
-class Counts:
-    """What was read, written and left out; documents, except where the name says tokens or turns."""
-
-    read: int = 0
-    written: int = 0
-    truncated: int = 0
-    without_supervised_tokens: int = 0
-    turns_left_out: int = 0
-    tokens: int = 0
-    supervised_tokens: int = 0
+# A process takes 3 s of CPU to start, in which a running one does 3 MB.
+_BYTES_PER_PROCESS = 8 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `prepare`."""
     parser.add_argument("--target-model", type=Path, required=True, metavar="DIR", help="whose tokenizer and template")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument(
+        "--input", type=Path, nargs="+", metavar="FILE", help="chat data, .jsonl or .jsonl.gz, taken whole"
+    )
+    data.add_argument(
+        "--source",
+        nargs="+",
+        metavar="FILE=WEIGHT",
+        help="the same, mixed so that conversations of each file stand in proportion to its weight",
+    )
     parser.add_argument(
-        "--input", type=Path, required=True, nargs="+", metavar="FILE", help="chat data, .jsonl or .jsonl.gz"
+        "--mixing",
+        choices=["shrink", "repeat"],
+        default="shrink",
+        help="reach the proportions by leaving out from plentiful sources, or by repeating scarce ones (default shrink)",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new directory")
     parser.add_argument("--max-length", type=int, default=4096, help="tokens; longer documents are cut (default 4096)")
+    parser.add_argument(
+        "--held-out",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help=f"put this share of the prompts, chosen by their hash, into OUTPUT/{HELD_OUT} (default 0)",
+    )
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=str,
+        default="{}",
+        metavar="JSON",
+        help="""keywords of the template, e.g. '{"enable_thinking": false}'; give `generate` the same""",
+    )
+    parser.add_argument("--processes", type=int, help="default: one a core, fewer for small inputs")
+    parser.add_argument(
+        "--skip-bad-rows", type=int, default=0, metavar="N", help="go on after up to N rows that cannot be read"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,62 +78,102 @@ def run(args: argparse.Namespace) -> int:
         DflashError: an input that cannot be read, a row in no known dialect, no supervised token in any document,
             an output that exists.
     """
-    if args.max_length < 2:
-        raise usage_error(f"--max-length {args.max_length} leaves no room for a token and its label")
-    chat = load_tokenizer(args.target_model)
-    counts = Counts()
-    progress = Progress("prepare")
+    _check_flags(args)
+    kwargs = parse_template_kwargs(args.chat_template_kwargs)
+    chat = load_tokenizer(args.target_model, kwargs)
+    sources = _sources(args)
+    task = Task(args.target_model, kwargs, sources, args.max_length, args.held_out)
     with new_directory(args.output) as directory:
-        with document_writer(directory) as writer:
-            for batch in _batches(args.input):
-                documents = list(_documents(chat.encode(batch), args.max_length, counts))
-                writer.write(documents)
-                progress.add(len(batch), sum(len(document.input_ids) for document in documents))
-        if not counts.supervised_tokens:
-            raise preflight_error(
-                "no supervised token in any document: there is nothing to train on",
-                cause=str(counts),
-                hint="the data need assistant turns that the chat template renders as it does in a prompt",
-            )
-        facts = {"schema": _SCHEMA, "counts": asdict(counts), "recipe": _recipe(args, chat)}
+        counts = _write(chat, task, directory, args.processes or _processes(sources), args.skip_bad_rows)
+        whole = total(counts)
+        facts = {
+            "schema": _SCHEMA,
+            "counts": whole.to_dict(),
+            "sources": [
+                {"name": s.path.name, "weight": s.weight, "times": s.times, "sha256": _sha256(s.path)} | c.to_dict()
+                for s, c in zip(sources, counts, strict=True)
+            ],
+            "recipe": _recipe(args, chat),
+        }
         (directory / "dataset.json").write_text(json.dumps(facts, indent=1) + "\n")
-    progress.say()
-    print(json.dumps(asdict(counts)), flush=True)
+    print(table({str(s.path): c for s, c in zip(sources, counts, strict=True)}), file=sys.stderr)
+    print(json.dumps(whole.to_dict()), flush=True)
     return 0
 
 
-def _batches(paths: Sequence[Path]) -> Iterator[list[Conversation]]:
-    rows = (conversation_of(row, path, number) for path in paths for number, row in read_rows(path))
-    while batch := list(itertools.islice(rows, _BATCH_ROWS)):
-        yield batch
+def _check_flags(args: argparse.Namespace) -> None:
+    if args.max_length < 2:
+        raise usage_error(f"--max-length {args.max_length} leaves no room for a token and its label")
+    if not 0 <= args.held_out < 1:
+        raise usage_error(f"--held-out {args.held_out} is no share", hint="it is at least 0 and less than 1, e.g. 0.02")
+    if args.processes is not None and args.processes < 1:
+        raise usage_error(f"--processes {args.processes} is not possible", hint="it starts at 1")
 
 
-def _documents(encoded: Sequence[Encoded], max_length: int, counts: Counts) -> Iterator[Encoded]:
-    """Cut to the maximum length, drop what has no label left, and count."""
-    for document in encoded:
-        counts.read += 1
-        counts.turns_left_out += document.turns_left_out
-        if len(document.input_ids) > max_length:
-            counts.truncated += 1
-            document = replace(
-                document, input_ids=document.input_ids[:max_length], loss_mask=document.loss_mask[:max_length]
-            )
-        supervised = int(document.loss_mask.sum())
-        if not supervised:
-            counts.without_supervised_tokens += 1
-            continue
-        counts.written += 1
-        counts.tokens += len(document.input_ids)
-        counts.supervised_tokens += supervised
-        yield document
+def _sources(args: argparse.Namespace) -> list[Source]:
+    sources = [parse_source(text) for text in args.source] if args.source else [Source(path) for path in args.input]
+    twice = [s.path for i, s in enumerate(sources) if s.path in [other.path for other in sources[:i]]]
+    if twice:
+        raise usage_error(f"{twice[0]} is named twice", hint="a --source may have a larger weight")
+    return mixed(sources, args.mixing) if args.source else sources
 
 
-def _recipe(args: argparse.Namespace, chat: ChatTokenizer) -> dict[str, object]:
+def _processes(sources: Sequence[Source]) -> int:
+    size = sum(source.path.stat().st_size for source in sources if source.path.exists())
+    return min(len(os.sched_getaffinity(0)), 1 + size // _BYTES_PER_PROCESS)
+
+
+def _write(chat: ChatTokenizer, task: Task, directory: Path, processes: int, most_bad: int) -> list[Counts]:
+    """Write both parts; return the counts of each source."""
+    counts = [Counts() for _ in task.sources]
+    sizes = [source.path.stat().st_size if source.path.exists() else 0 for source in task.sources]
+    bad = 0
+    with ExitStack() as stack:
+        train = stack.enter_context(document_writer(directory))
+        aside: DocumentWriter | None = None
+        if task.held_out:
+            (directory / HELD_OUT).mkdir()
+            aside = stack.enter_context(document_writer(directory / HELD_OUT))
+        progress = stack.enter_context(Progress("prepare"))
+        for part in tokenise_all(chat, task, line_batches(task.sources), processes):
+            for error in part.bad:
+                bad += 1
+                if bad > most_bad:
+                    raise error
+                print(f"skipped: {error}: {error.cause}", file=sys.stderr)
+            train.write(part.train)
+            if aside is not None:
+                aside.write(part.held_out)
+            counts[part.source].add(part.counts)
+            done = (sum(sizes[: part.source]) + part.position) / max(sum(sizes), 1)
+            progress.add(len(part.train) + len(part.held_out), part.counts.all_tokens, share=done)
+    _check(total(counts), task.held_out)
+    return counts
+
+
+def _check(counts: Counts, held_out: float) -> None:
+    if not counts.supervised_tokens:
+        raise preflight_error(
+            "no supervised token in any document: there is nothing to train on",
+            cause=str(counts),
+            hint="the data need assistant turns that the chat template renders as it does in a prompt",
+        )
+    if held_out and not counts.held_out:
+        raise preflight_error(
+            f"no conversation fell into the held-out share of {held_out:g}",
+            cause=f"there are {counts.written} documents",
+            hint="raise --held-out, or leave it away",
+        )
+
+
+def _recipe(args: argparse.Namespace, chat: ChatTokenizer) -> dict[str, Any]:
     return {
         "max_length": args.max_length,
+        "held_out": args.held_out,
+        "mixing": args.mixing if args.source else None,
+        "chat_template_kwargs": chat.template_kwargs,
         "tokenizer_sha256": chat.tokenizer_sha256,
         "chat_template_sha256": chat.template_sha256,
-        "sources": [{"name": path.name, "sha256": _sha256(path)} for path in args.input],
     }
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remote.protocol.errors import DflashError, ExitCode
-from trainer.data.jsonl import parse_row, read_rows
+from trainer.data.jsonl import parse_row, read_lines, read_rows
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
@@ -55,3 +55,12 @@ def test_any_bytes_give_an_object_or_an_error_for_people(line: bytes) -> None:
     except DflashError:
         return
     assert isinstance(row, dict)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_positions_lead_from_the_start_to_the_end_of_the_file(tmp_path: Path, name: str, write_jsonl) -> None:
+    path = write_jsonl(tmp_path / name, [{"a": i} for i in range(500)])
+    positions = [position for _, _, position in read_lines(path)]
+    assert positions == sorted(positions)
+    assert positions[0] > 0
+    assert positions[-1] == path.stat().st_size

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import re
+import sys
 
 import pytest
 
@@ -27,10 +29,9 @@ def test_counts_add_up_and_an_estimate_is_given_in_between(capsys: pytest.Captur
 
 
 def test_it_is_quiet_until_its_time_has_come(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress("prepare", every_s=3600)
-    progress.add(5, 10)
-    assert said(capsys) == []
-    progress.say()
+    with Progress("prepare", every_s=3600) as progress:
+        progress.add(5, 10)
+        assert said(capsys) == []
     (line,) = said(capsys)
     assert line.group(1, 2, 3, 4) == ("prepare", "5", None, "10")
 
@@ -38,3 +39,33 @@ def test_it_is_quiet_until_its_time_has_come(capsys: pytest.CaptureFixture[str])
 def test_nothing_done_is_no_division_by_zero(capsys: pytest.CaptureFixture[str]) -> None:
     Progress("prepare", 0).say()
     assert said(capsys)[0].group(4) == "0"
+
+
+def test_a_share_that_the_caller_knows_gives_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    Progress("prepare", every_s=0).add(5, 10, share=0.5)
+    (line,) = said(capsys)
+    assert line.group(6) is not None
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_bar_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress("prepare", every_s=0) as progress:
+        progress.add(5, 10, share=0.5)
+        progress.add(5, 10, share=1.0)
+    frames = terminal.getvalue().removesuffix("\n").split("\r")[1:]
+    assert terminal.getvalue().count("\n") == 1
+    assert frames[0].startswith("━" * 12 + "─" * 12 + "  50% prepare: 5 rows")
+    assert frames[-1].startswith("━" * 24 + " 100% prepare: 10 rows")
+    assert all(frame.endswith("\x1b[K") for frame in frames)
+
+
+def test_a_failure_is_not_reported_as_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError), Progress("prepare"):
+        raise RuntimeError
+    assert said(capsys) == []

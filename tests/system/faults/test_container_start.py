@@ -30,7 +30,7 @@ def boot_id(laptop: Laptop) -> str:
     return laptop.bed[laptop.ct].run("cat", "/proc/sys/kernel/random/boot_id").stdout.strip()
 
 
-@pytest.mark.parametrize("ct", ["200", "201"])
+@pytest.mark.parametrize("ct", [pytest.param("200", marks=pytest.mark.long), "201"])
 def test_stopped_and_started_the_run_is_lost(laptop, real_proxmox, tree, ct):
     laptop.ct = ct
     laptop.deploy(tree)

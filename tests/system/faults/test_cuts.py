@@ -148,7 +148,7 @@ class TestStart:
         assert leftovers(laptop) == []
         assert laptop.answer("stop")["status"]["state"] == "stopped"
 
-    @pytest.mark.parametrize("dead", [False, True], ids=["reconnects", "dead"])
+    @pytest.mark.parametrize("dead", [False, pytest.param(True, marks=pytest.mark.long)], ids=["reconnects", "dead"])
     def test_at_its_phases(self, deployed, dead):
         whole = length(deployed, "start")
         deployed.answer("stop")

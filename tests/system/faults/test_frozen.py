@@ -59,6 +59,7 @@ def test_every_verb_ends_at_an_sshd_that_was_frozen_before(laptop, proxmox, tree
     assert laptop.state() == "none"
 
 
+@pytest.mark.long
 def test_verbs_under_way_end_when_the_sshd_freezes(laptop, proxmox, tree, other_tree):
     """Frozen while pct is asked: the requests are out, and no answer comes back."""
     laptop.deploy(tree)

@@ -133,7 +133,7 @@ def test_a_login_that_never_stops_talking(laptop, proxmox, tree, verb):
     assert len(done.stderr) < 1000
 
 
-@pytest.mark.parametrize("ct", ["200", "201"])
+@pytest.mark.parametrize("ct", ["200", pytest.param("201", marks=pytest.mark.long)])
 def test_a_umask_of_077_on_the_host(laptop, real_proxmox, tree, ct):
     laptop.ct = ct
     with login_script(real_proxmox, "root", "umask 077\n"):
@@ -187,7 +187,7 @@ def attached(bed) -> list[int]:
 ODD = "Läufe für Ünïcode ✓ 日本 'quoted' \"$(touch /tmp/bad)\" `id` --x ; &"
 
 
-@pytest.mark.parametrize("user", ["root", SUDO_USER])
+@pytest.mark.parametrize("user", [pytest.param("root", marks=pytest.mark.long), SUDO_USER])
 def test_names_and_notes_get_through_both_hops(laptop, proxmox, tree, user):
     laptop.user = user
     laptop.environment = {"LC_ALL": "C.UTF-8"}

@@ -140,6 +140,7 @@ def test_copies_that_only_a_running_container_takes_ask_for_its_state(laptop, re
         assert refused(laptop, "", "status")["error"] == f"container 202 on {HOST} is stopped"
 
 
+@pytest.mark.long
 def test_who_waits_for_a_lock_says_so_once_that_takes_too_long(laptop, real_proxmox):
     with other_pct(real_proxmox, "echo trying to acquire lock... >&2; exec sleep 30"):
         assert refused(laptop, "", "status")["error"] == f"container 200 on {HOST} is busy: pct waits for its lock"

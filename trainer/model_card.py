@@ -14,7 +14,7 @@ from trainer.drafter.config import FULL, SLIDING, DrafterConfig
 
 # How it was trained, as far as another run would have to say it again.
 _RECIPE = (
-    "data_dir", "max_length", "token_budget", "num_anchors", "objective", "gamma", "dpace_alpha", "noise_std",
+    "data_dir", "max_length", "token_budget", "num_anchors", "objective", "gamma", "dpace_alpha", "kl_weight", "noise_std",
     "loss_vocab_extra", "init_from_target", "lr", "warmup_ratio", "weight_decay", "beta1", "beta2", "max_grad_norm",
     "micro_batches_per_step", "epochs", "max_steps", "dtype", "seed",
 )  # fmt: skip

@@ -13,7 +13,7 @@ from dflashctl.errors import ConnectionLost, NoAnswer
 from dflashctl.lazy import lazily
 from dflashctl.transport import EXPLANATION_SECONDS, Channel, Transport
 from dflashctl.transport.bounded import within as bounded
-from dflashctl.transport.explain import old_python
+from dflashctl.transport.explain import old_python, python_spoke
 from remote.protocol.codec import plain
 from remote.protocol.frames import Kind, json_frame, new_nonce
 from remote.protocol.loader import LOADER
@@ -80,6 +80,10 @@ class RestartRequest(StartRequest):
         return super().body(python) | {"run": self.run, "now": self.now, "grace": self.grace, "by": self.spec.by}
 
 
+def _cause(failure: NoHello) -> str:
+    return shortened(failure.said) or "it ended without a word"
+
+
 class AgentClient:
     """Typed access to one destination's agent. `calls` counts remote calls: a short verb makes one.
 
@@ -123,14 +127,20 @@ class AgentClient:
             except NoHello as failure:
                 # A hop that knows why would only say the same again, for the price of one more call. But a connection
                 # that broke off may come back; then the first request may have been read, its answer being what was lost.
-                if not isinstance(failure.known, ConnectionLost) or verb in _NOT_TWICE:
+                if not isinstance(failure.known, ConnectionLost):
                     self._raise_known(failure)
+                # Nor do a pct or an sshd that was killed keep what they had started from going on.
+                if verb in _NOT_TWICE and not python_spoke(failure.said):
+                    raise failure.known or ConnectionLost(
+                        f"{self.transport.name} ended the call without an answer", cause=_cause(failure)
+                    ) from None
         try:
             return self._open(verb, request, more, patience, loaded=True)
         except NoHello as failure:
             self._raise_known(failure)
-            cause = shortened(failure.said) or "it ended without a word"
-            raise NoAnswer(f"no answer from {self.transport.name}", cause=cause, hint=NO_ANSWER_HINT) from None
+            raise NoAnswer(
+                f"no answer from {self.transport.name}", cause=_cause(failure), hint=NO_ANSWER_HINT
+            ) from None
 
     def _raise_known(self, failure: NoHello) -> None:
         """Raise what was said instead of a hello, when the Python over there or a hop knows what that means."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from system.faults.laptop import Done, Laptop, wait_for
+from system.faults.laptop import Done, Laptop, other_pct, wait_for
 from system.faults.relay import Relay
 
 from remote.protocol.errors import ExitCode
@@ -199,3 +199,24 @@ class TestRollback:
         whole = length(laptop, "rollback")
         for missing in (650, 575, 500, 425, 350, 275, 200, 125):
             self.check(laptop, whole - missing)
+
+    def test_a_pct_that_was_killed_has_been_asked_once(self, laptop, real_proxmox, tree, other_tree):
+        """What runs inside goes on when pct is killed on the host: no hop is broken, and no answer comes."""
+        first = laptop.deploy(tree)
+        laptop.deploy(other_tree)
+        # The answer goes nowhere, and pct ends as one that was killed.
+        with other_pct(
+            real_proxmox,
+            '[ "$1" = exec ] || exec /usr/sbin/pct.real "$@"; /usr/sbin/pct.real "$@" >/dev/null; exit 137',
+        ):
+            done = laptop("rollback")
+        assert done.returncode == ExitCode.NO_ANSWER
+        assert "it may have been done: `dflashctl releases`" in done.stderr
+        assert root_of(laptop).current.readlink().name == first
+
+    def test_a_release_that_is_gone_over_there_does_not_keep_one_from_going_back(
+        self, laptop, real_proxmox, tree, other_tree
+    ):
+        first, second = laptop.deploy(tree), laptop.deploy(other_tree)
+        real_proxmox["200"].run("rm", f"{laptop.root}/releases/{second}/agent.pyz")
+        assert laptop.answer("rollback")["release"] == first

@@ -22,12 +22,17 @@ _COMPACT_SHARE = 0.25
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """How replies are drawn: greedy at temperature 0, else sampled from softmax(logits / temperature)."""
+    """How replies are drawn: greedy at temperature 0, else sampled from softmax(logits / temperature).
+
+    Of these probabilities only the `top_k` largest count (0: all), and of them the fewest that reach `top_p` together.
+    """
 
     max_new_tokens: int
     temperature: float
     seed: int
     stop_ids: tuple[int, ...]
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ def decode_batch(
     replies: list[list[int]] = [[] for _ in prompts]
     done = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
     for step in range(settings.max_new_tokens):
-        chosen = choose(batch.logits(), uniforms[batch.rows, step], settings.temperature)
+        chosen = choose(batch.logits(), uniforms[batch.rows, step], settings)
         # Host synchronisations of a decoding step, which is no hot path of training.
         for row, token, finished in zip(batch.rows.tolist(), chosen.tolist(), done.tolist(), strict=True):
             if not finished:
@@ -120,23 +125,36 @@ class _Batch:
         self._mask, self._positions = self._mask[indices], self._positions[indices]
 
 
-def choose(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
+def choose(logits: Tensor, uniforms: Tensor, settings: DecodeSettings) -> Tensor:
     """Pick one token per row: the argmax at temperature 0, else the inverse of the cumulative distribution.
 
     Args:
         logits: float32[n, V].
         uniforms: float32[n] in [0, 1), one draw per row.
-        temperature: 0 for greedy.
+        settings: temperature, top_p, top_k.
 
     Returns:
         int64[n].
     """
-    if temperature == 0:
+    if settings.temperature == 0:
         return logits.argmax(-1)
-    cumulative = torch.softmax(logits.double() / temperature, -1).cumsum(-1)
-    # Scaled by the last entry, since the sum ends a few ulps beside 1; clamped for a draw that rounds up to it.
+    probabilities = torch.softmax(logits.double() / settings.temperature, -1)
+    if settings.top_k or settings.top_p < 1:
+        probabilities = _truncated(probabilities, settings.top_k or logits.shape[-1], settings.top_p)
+    cumulative = probabilities.cumsum(-1)
+    # Scaled by the last entry, since the sum ends a few ulps beside 1, or at what is left of it; clamped for a draw
+    # that rounds up to it.
     drawn = torch.searchsorted(cumulative, uniforms.double()[:, None] * cumulative[:, -1:], right=True)
     return drawn.flatten().clamp_max(logits.shape[-1] - 1)
+
+
+def _truncated(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Return float64[n, V] with zeros for all but the `top_k` likeliest tokens, and of them the fewest up to `top_p`."""
+    largest, tokens = probabilities.topk(min(top_k, probabilities.shape[-1]))
+    # A token counts while those before it have not reached the share: the first one always does.
+    before = largest.cumsum(-1) - largest
+    kept = largest * (before < top_p * largest.sum(-1, keepdim=True))
+    return torch.zeros_like(probabilities).scatter(-1, tokens, kept)
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -10,33 +10,27 @@ import argparse
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any
 
 from remote.protocol.errors import preflight_error, usage_error
-from trainer.data.chat import ChatTokenizer, load_tokenizer
-from trainer.data.dialects import Message, conversation_key, conversation_of
-from trainer.data.jsonl import parse_row, read_rows, row_error
+from trainer.data.chat import ChatTokenizer, load_tokenizer, parse_template_kwargs
+from trainer.data.dialects import Message
+from trainer.data.jsonl import parse_row
+from trainer.data.openai_server import ChatServer, ServerSettings, replies
 from trainer.data.progress import Progress
-
-if TYPE_CHECKING:
-    from trainer.data.decoding import Reply
+from trainer.data.prompts import Answer, Prompt, key_of_row, read_prompts
 
 # Prompts are sorted by length inside a window of this many batches: little padding, and still every part of the
 # output is a fair sample of the prompts, so that an interrupted run leaves a usable set.
 _WINDOW_BATCHES = 8
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """Messages that the assistant replies to, the tools it may call, their identity, and the ids the target continues."""
-
-    key: str
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...]
-    input_ids: list[int]
+Answers = Generator[list[tuple[Prompt, Answer | None]]]
 
 
 @dataclass(frozen=True)
@@ -51,6 +45,10 @@ class Recipe:
     temperature: float
     seed: int
     token_ids: bool
+    top_p: float | None = None
+    top_k: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    server_model: str | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,10 +63,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="prompts decoded together (default 64)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-p", type=float, help="sample from the likeliest tokens that make up this share")
+    parser.add_argument("--top-k", type=int, help="sample from this many of the likeliest tokens")
     parser.add_argument("--seed", type=int, default=42, help="of sampling; greedy replies do not hang on it")
     parser.add_argument("--token-ids", action="store_true", help="store input_ids and prompt_len, which `train` reads")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--threads", type=int, help="CPU threads of torch")
+    parser.add_argument("--chat-template-kwargs", default="{}", metavar="JSON", help="keywords of the chat template")
+    server = parser.add_argument_group("replies from a server", "instead of a model loaded here; any kind of target")
+    server.add_argument("--server", metavar="URL", help="OpenAI-compatible, e.g. http://127.0.0.1:8000/v1")
+    server.add_argument("--server-model", metavar="NAME", help="default: the only one that the server has")
+    server.add_argument("--concurrency", type=int, default=64, help="requests at once (default 64)")
+    server.add_argument("--timeout", type=float, default=1800.0, help="seconds for one reply (default 1800)")
+    server.add_argument("--api-key-file", type=Path, metavar="FILE", help="a file with the key and nothing else")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,17 +84,59 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         DflashError: a flag out of range, a bad prompt row, an output made with other settings, a hybrid target.
     """
-    if min(args.max_new_tokens, args.batch_size) < 1 or args.temperature < 0:
-        raise usage_error("--max-new-tokens and --batch-size start at 1, --temperature at 0")
-    chat = load_tokenizer(args.target_model)
-    recipe = _recipe(args, chat)
+    _check_flags(args)
+    chat = load_tokenizer(args.target_model, parse_template_kwargs(args.chat_template_kwargs))
+    server = _server(args, chat) if args.server else None
+    recipe = _recipe(args, chat, server)
     done = _resume(args.output, recipe)
-    prompts, skipped = _read_prompts(args, chat, done)
+    longest = args.max_length - args.max_new_tokens if args.max_length else sys.maxsize
+    prompts, skipped = read_prompts(args.prompts, chat, done, longest)
     print(f"{len(prompts)} prompts to do, {len(done)} done before, {skipped} skipped as too long", flush=True)
     if prompts:
-        with args.output.open("ab") as output:
-            _generate(args, chat, recipe, prompts, output)
+        answers = replies(server, prompts, args.concurrency) if server else _decoded(args, chat, recipe, prompts)
+        _write(answers, len(prompts), args)
     return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    if min(args.max_new_tokens, args.batch_size, args.concurrency) < 1 or args.temperature < 0:
+        raise usage_error("--max-new-tokens, --batch-size and --concurrency start at 1, --temperature at 0")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise usage_error(f"--top-p {args.top_p} is no share", hint="it is above 0 and at most 1")
+    if args.top_k is not None and args.top_k < 1:
+        raise usage_error(f"--top-k {args.top_k} is not possible", hint="it starts at 1")
+
+
+def _server(args: argparse.Namespace, chat: ChatTokenizer) -> ChatServer:
+    sampling = {"max_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
+    # Fields beyond OpenAI's are sent only where they say something: its own service refuses them.
+    extra = {"top_p": args.top_p, "top_k": args.top_k, "chat_template_kwargs": chat.template_kwargs}
+    request = sampling | {name: value for name, value in extra.items() if value}
+    key = args.api_key_file.read_text().strip() if args.api_key_file else ""
+    server = ChatServer(
+        ServerSettings(args.server, request, key, args.timeout, args.token_ids), args.server_model or ""
+    )
+    if not server.model:
+        server.find_model()
+    return server
+
+
+def _write(answers: Answers, count: int, args: argparse.Namespace) -> None:
+    """Append each answer as a whole line, on disk before the next ones are waited for."""
+    without = 0
+    with args.output.open("ab") as output, closing(answers), Progress("generate", count) as progress:
+        for part in answers:
+            for prompt, answer in part:
+                if answer is None:
+                    without += 1
+                    continue
+                row = answer.row(prompt, with_ids=args.token_ids)
+                output.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+            output.flush()
+            os.fsync(output.fileno())
+            progress.add(len(part), sum(answer.tokens for _, answer in part if answer))
+    if without:
+        print(f"{without} prompts got no usable reply; the same command tries them again", file=sys.stderr)
 
 
 def stop_ids(target_model: Path, chat: ChatTokenizer) -> list[int]:
@@ -112,45 +161,39 @@ def stop_ids(target_model: Path, chat: ChatTokenizer) -> list[int]:
     return sorted(set(named))
 
 
-def _generate(
-    args: argparse.Namespace, chat: ChatTokenizer, recipe: Recipe, prompts: list[Prompt], output: BinaryIO
-) -> None:
+def _decoded(args: argparse.Namespace, chat: ChatTokenizer, recipe: Recipe, prompts: list[Prompt]) -> Answers:
+    """Yield the answers of a model loaded here, batch by batch."""
     # Only now, since torch takes seconds to import and everything before can already refuse the call.
     from trainer.data.decoding import DecodeSettings, decode_batch
     from trainer.data.generator_model import load_generator
 
     model = load_generator(args.target_model, args.dtype, args.device, args.threads)
-    settings = DecodeSettings(args.max_new_tokens, args.temperature, args.seed, tuple(recipe.stop_ids))
-    with Progress("generate", len(prompts)) as progress:
-        for batch in _batches(prompts, args.batch_size):
-            replies = decode_batch(model, [p.input_ids for p in batch], [p.key for p in batch], settings)
-            for prompt, reply in zip(batch, replies, strict=True):
-                row = _row(prompt, reply, chat, args.token_ids)
-                output.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
-            output.flush()
-            os.fsync(output.fileno())
-            progress.add(len(batch), sum(len(reply.token_ids) for reply in replies))
+    settings = DecodeSettings(
+        args.max_new_tokens, args.temperature, args.seed, tuple(recipe.stop_ids), args.top_p or 1.0, args.top_k or 0
+    )
+    for batch in _batches(prompts, args.batch_size):
+        found = decode_batch(model, [p.input_ids for p in batch], [p.key for p in batch], settings)
+        yield [
+            (prompt, Answer(Message("assistant", chat.decode(r.token_ids)), r.finish, r.token_ids, len(r.token_ids)))
+            for prompt, r in zip(batch, found, strict=True)
+        ]
 
 
-def _row(prompt: Prompt, reply: Reply, chat: ChatTokenizer, with_ids: bool) -> dict[str, Any]:
-    messages = (*prompt.messages, Message("assistant", chat.decode(reply.token_ids)))
-    row: dict[str, Any] = {"messages": [message.to_dict() for message in messages], "finish": reply.finish}
-    if with_ids:
-        row |= {"input_ids": prompt.input_ids + reply.token_ids, "prompt_len": len(prompt.input_ids)}
-    return row
-
-
-def _recipe(args: argparse.Namespace, chat: ChatTokenizer) -> Recipe:
+def _recipe(args: argparse.Namespace, chat: ChatTokenizer, server: ChatServer | None) -> Recipe:
     config = (args.target_model / "config.json").read_bytes()
     return Recipe(
         target_config_sha256=hashlib.sha256(config).hexdigest(),
         chat_template_sha256=chat.template_sha256,
         stop_ids=stop_ids(args.target_model, chat),
-        dtype=args.dtype,
+        dtype="server" if server else args.dtype,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         seed=args.seed,
         token_ids=args.token_ids,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        chat_template_kwargs=chat.template_kwargs or None,
+        server_model=server.model if server else None,
     )
 
 
@@ -180,34 +223,7 @@ def _done_keys(output: Path) -> Iterator[str]:
                 lines.truncate(whole)  # the writer was killed in mid-line
                 return
             whole += len(line)
-            yield _key_of_row(parse_row(line, output, number), output, number)
-
-
-def _key_of_row(row: dict[str, Any], output: Path, number: int) -> str:
-    conversation = conversation_of(row, output, number)
-    return conversation_key(conversation.messages[:-1], conversation.tools)
-
-
-def _read_prompts(args: argparse.Namespace, chat: ChatTokenizer, done: set[str]) -> tuple[list[Prompt], int]:
-    """Return (prompts that are not done, each once, count of prompts that are too long)."""
-    seen = set(done)
-    prompts: list[Prompt] = []
-    skipped = 0
-    for number, row in read_rows(args.prompts):
-        conversation = conversation_of(row, args.prompts, number)
-        messages, tools = conversation.messages, conversation.tools
-        if messages[-1].role == "assistant":
-            raise row_error(args.prompts, number, "the last message is the assistant's: there is nothing to reply to")
-        key = conversation_key(messages, tools)
-        if key in seen:
-            continue
-        seen.add(key)
-        input_ids = chat.prompt_ids(messages, tools)
-        if args.max_length and len(input_ids) + args.max_new_tokens > args.max_length:
-            skipped += 1
-        else:
-            prompts.append(Prompt(key, messages, tools, input_ids))
-    return prompts, skipped
+            yield key_of_row(parse_row(line, output, number), output, number)
 
 
 def _batches(prompts: list[Prompt], batch_size: int) -> Iterator[list[Prompt]]:

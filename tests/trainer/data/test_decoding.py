@@ -94,7 +94,7 @@ def test_uniforms_are_pinned_and_in_range() -> None:
 def test_the_drawn_token_is_where_the_distribution_reaches_the_draw(
     logits: list[float], draw: float, temperature: float
 ) -> None:
-    chosen = int(choose(torch.tensor([logits]), torch.tensor([draw]), temperature)[0])
+    chosen = int(choose(torch.tensor([logits]), torch.tensor([draw]), settings(temperature=temperature))[0])
     scaled = np.array(logits, dtype=np.float64) / temperature
     below = np.cumsum(np.exp(scaled - scaled.max()))
     below /= below[-1]
@@ -105,8 +105,31 @@ def test_the_drawn_token_is_where_the_distribution_reaches_the_draw(
 def test_sampling_follows_the_distribution() -> None:
     logits = torch.log(torch.tensor([0.1, 0.6, 0.3])).expand(3000, 3)
     draws = torch.rand(3000, generator=torch.Generator().manual_seed(0))
-    shares = torch.bincount(choose(logits, draws, 1.0), minlength=3) / 3000
+    shares = torch.bincount(choose(logits, draws, settings(temperature=1.0)), minlength=3) / 3000
     assert torch.allclose(shares, torch.tensor([0.1, 0.6, 0.3]), atol=0.04)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "expected"),
+    [
+        (1.0, 0, [0.1, 0.6, 0.3]),
+        (1.0, 2, [0.0, 2 / 3, 1 / 3]),
+        (1.0, 1, [0.0, 1.0, 0.0]),
+        (0.6, 0, [0.0, 1.0, 0.0]),
+        (0.61, 0, [0.0, 2 / 3, 1 / 3]),
+        (0.6, 2, [0.0, 1.0, 0.0]),
+        (0.7, 2, [0.0, 2 / 3, 1 / 3]),
+        (0.01, 9, [0.0, 1.0, 0.0]),
+    ],
+)
+def test_unlikely_tokens_are_left_out_and_the_rest_keeps_its_proportions(
+    top_p: float, top_k: int, expected: list[float]
+) -> None:
+    logits = torch.log(torch.tensor([0.1, 0.6, 0.3])).expand(1000, 3)
+    draws = (torch.arange(1000) + 0.5) / 1000
+    how = DecodeSettings(1, 1.0, 1, (), top_p, top_k)
+    shares = torch.bincount(choose(logits, draws, how), minlength=3) / 1000
+    assert torch.allclose(shares, torch.tensor(expected), atol=0.002)
 
 
 def test_a_hybrid_target_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from trainer.data import generate
 from trainer.data.chat import ChatTokenizer
 from trainer.data.dialects import Message
 from trainer.data.documents import open_dataset
+from trainer.data.prompts import Prompt
 
 PROMPTS = [{"prompt": f"Count to {i}."} for i in range(7)]
 
@@ -163,7 +164,9 @@ def test_long_prompts_are_skipped_and_counted(
     assert len(rows(output)) == 7
 
 
-@pytest.mark.parametrize("changed", [["--temperature", 1], ["--seed", 7], ["--token-ids"], ["--max-new-tokens", 7]])
+@pytest.mark.parametrize(
+    "changed", [["--temperature", 1], ["--seed", 7], ["--token-ids"], ["--max-new-tokens", 7], ["--top-k", 3]]
+)
 def test_an_output_of_other_settings_is_not_mixed(
     target_dir: Path, prompts: Path, output: Path, changed: list[Any]
 ) -> None:
@@ -193,7 +196,9 @@ def test_a_row_that_is_no_prompt_is_named(
         run(target_dir, write_jsonl(tmp_path / "p.jsonl", [PROMPTS[0], row]), output)
 
 
-@pytest.mark.parametrize("flag", [["--batch-size", 0], ["--max-new-tokens", 0], ["--temperature", -1]])
+@pytest.mark.parametrize(
+    "flag", [["--batch-size", 0], ["--max-new-tokens", 0], ["--temperature", -1], ["--top-p", 0], ["--top-k", 0]]
+)
 def test_flags_out_of_range_are_usage_errors(target_dir: Path, prompts: Path, output: Path, flag: list[Any]) -> None:
     with pytest.raises(DflashError) as caught:
         run(target_dir, prompts, output, *flag)
@@ -203,7 +208,7 @@ def test_flags_out_of_range_are_usage_errors(target_dir: Path, prompts: Path, ou
 
 @given(st.lists(st.integers(1, 200), max_size=80), st.integers(1, 9))
 def test_batches_hold_every_prompt_once_sorted_inside_a_window(lengths: list[int], batch_size: int) -> None:
-    prompts = [generate.Prompt(str(i), (), (), [0] * length) for i, length in enumerate(lengths)]
+    prompts = [Prompt(str(i), (), (), [0] * length) for i, length in enumerate(lengths)]
     batches = list(generate._batches(prompts, batch_size))
     keys = [prompt.key for batch in batches for prompt in batch]
     assert sorted(keys, key=int) == [str(i) for i in range(len(lengths))]

@@ -19,8 +19,9 @@ check: $(MARKED)
 	$(BIN)/pyright
 	$(BIN)/python tests/shape.py
 
+# Two at a time, a file to one worker: most of a test's time is waiting for processes that it started.
 test: $(MARKED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-long: $(MARKED)
 	$(BIN)/python -m pytest -m long --timeout 1800

@@ -2,6 +2,7 @@
 
 <output_dir>/step-00000500/   drafter.safetensors (float32 masters at least), drafter_config.json, optimizer.safetensors,
                               trainer_state.json; complete because the directory was renamed into place
+<output_dir>/best -> step-N   that of the lowest held-out loss, if held-out data is measured
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from remote.protocol.errors import preflight_error
+from remote.protocol.files import fsync_directory
 from remote.protocol.records import read_record
 from trainer.config import TrainConfig
 
@@ -20,6 +22,7 @@ STATE_FILE = "trainer_state.json"
 DRAFTER_FILE = "drafter.safetensors"
 DRAFTER_CONFIG_FILE = "drafter_config.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
+BEST = "best"
 _NAME = re.compile(r"step-([0-9]{8})")
 
 # What decides which numbers a step computes. Layout, threads, transfer mode and intervals may change on resume; these may not.
@@ -34,7 +37,10 @@ _BINDING = (
 
 @dataclass(frozen=True)
 class TrainerState:
-    """trainer_state.json: the last step a checkpoint contains, and what it was trained with."""
+    """trainer_state.json: the last step a checkpoint contains, and what it was trained with.
+
+    `best_held_out_loss`: the lowest of the run so far, this checkpoint's included.
+    """
 
     step: int
     total_steps: int
@@ -43,6 +49,9 @@ class TrainerState:
     run_id: str = ""
     loss: float | None = None
     target_fingerprint: str = ""
+    held_out_fingerprint: str = ""
+    held_out_loss: float | None = None
+    best_held_out_loss: float | None = None
     schema: int = 1
 
 
@@ -59,11 +68,24 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     return sorted(found)
 
 
+def mark_best(output_dir: Path, checkpoint: Path) -> None:
+    """Let the link `best` point to a checkpoint; at any moment it points to the old one or to the new one. Raises OSError."""
+    link = output_dir / f".{BEST}"
+    link.unlink(missing_ok=True)
+    # Relative: a directory that is moved as a whole keeps its best.
+    link.symlink_to(checkpoint.name)
+    link.rename(output_dir / BEST)
+    fsync_directory(output_dir)
+
+
 def rotate(output_dir: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what a killed save or rotation left behind."""
+    """Remove all but the newest `keep` checkpoints and the best, and what a killed save or rotation left behind."""
     for leftover in output_dir.glob(".step-*"):
         shutil.rmtree(leftover)
+    best = (output_dir / BEST).resolve()
     for path in list_checkpoints(output_dir)[:-keep]:
+        if path.resolve() == best:
+            continue
         # Renamed first: a kill between its files would leave a directory with a state and without weights, which counts as whole.
         removed = path.with_name(f".{path.name}.old")
         path.rename(removed)
@@ -86,17 +108,20 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def check_resumable(
-    state: TrainerState, config: TrainConfig, *, fingerprint: str, target: str, total_steps: int
+    state: TrainerState, config: TrainConfig, *, fingerprint: str, target: str, held_out: str, total_steps: int
 ) -> None:
     """Raise a preflight error when a run with this configuration would not continue the checkpoint's run.
 
-    `fingerprint` and `target`: of the training data and of the target model.
+    `fingerprint`, `target` and `held_out`: of the training data, of the target model, and of the held-out data ("": none).
     """
     # A key that the checkpoint's version did not know had its default's effect then: new keys must not orphan old checkpoints.
     then, now = TrainConfig().to_dict() | state.config, config.to_dict()
     differences = [f"{key}: {then[key]!r} then, {now[key]!r} now" for key in _BINDING if then[key] != now[key]]
     if state.data_fingerprint != fingerprint:
         differences.append("the training data is another set")
+    # It decides the sub-vocabulary with the training data, and the best of two sets cannot be told.
+    if state.held_out_fingerprint != held_out:
+        differences.append("the held-out data is another set")
     # Checkpoints of before the fingerprint have none.
     if state.target_fingerprint not in ("", target):
         differences.append("the target is another model")

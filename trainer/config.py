@@ -57,6 +57,7 @@ class TrainConfig:
     init_from_target: str = _key("off", "start the drafter's layers from the target's last ones", group="model", choices=ON_OFF)
 
     data_dir: str = _key("", "tokenised directory, parquet, arrow or JSONL", group="data")
+    held_out_dir: str = _key("", "tokenised data to measure before each checkpoint, never trained on; the checkpoint with its lowest loss stays as best", group="data")
     max_length: int = _key(4096, "documents are cut here", group="data", unit="tokens", low=2)
     token_budget: int = _key(4096, "tokens of one micro-batch (a packed row), padding of the target included", group="data", unit="tokens", low=2)
     bucket_tokens: int = _key(128, "packed rows are padded to a multiple of this", group="data", unit="tokens", low=1)
@@ -306,7 +307,7 @@ def parse_set(assignment: str) -> tuple[str, Any]:
 # A configuration has fifty lines; a device file or a model given by mistake would be read until memory ends.
 _LARGEST_FILE = 1 << 20
 
-PATH_KEYS = ("target_model", "data_dir", "output_dir", "resume")
+PATH_KEYS = ("target_model", "data_dir", "held_out_dir", "output_dir", "resume")
 """Keys that name a place on a disk."""
 
 

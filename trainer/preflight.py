@@ -38,6 +38,7 @@ class Prepared:
     dataset: Dataset
     schedule: Schedule
     total_steps: int
+    held_out: Dataset | None
 
 
 def drafter_config(config: TrainConfig, facts: TargetFacts) -> DrafterConfig:
@@ -165,9 +166,9 @@ def check_space(config: TrainConfig, drafter: DrafterConfig, output_dir: Path, f
             cause=f"the container's memory limit is {limit / _MIB:.0f} MiB, {ring / _MIB:.0f} MiB are needed",
             hint="lower ring_mib, or give the container more memory",
         )
-    # Master weights and two moments; one more than is kept exists while the newest is written.
+    # Master weights and two moments; one more than is kept exists while the newest is written, and the best stays.
     masters = parameter_count(drafter) * max(4, ITEM_BYTES[config.dtype])
-    need = 3 * masters * (min(config.keep_checkpoints, 2) + 1)
+    need = 3 * masters * (min(config.keep_checkpoints, 2) + 1 + bool(config.held_out_dir))
     _need_space(output_dir, need, "checkpoints", "free space there, lower keep_checkpoints, or name another output_dir")
 
 
@@ -190,6 +191,11 @@ def preflight(config: TrainConfig, output_dir: Path | None, *, devices: bool = T
     dataset = wrong.note(
         lambda: open_dataset(Path(config.data_dir), max_length=config.max_length, vocab_size=vocabulary)
     )
+    held_out = None
+    if config.held_out_dir:
+        held_out = wrong.note(
+            lambda: open_dataset(Path(config.held_out_dir), max_length=config.max_length, vocab_size=vocabulary)
+        )
     drafter = None if facts is None else wrong.note(lambda: drafter_config(config, facts))
     if drafter is not None and output_dir is not None:
         wrong.note(lambda: check_space(config, drafter, output_dir, freed_shm))
@@ -199,7 +205,7 @@ def preflight(config: TrainConfig, output_dir: Path | None, *, devices: bool = T
     assert drafter is not None
     schedule = make_schedule(config, packing_of(config, dataset.lengths, dataset.candidates))
     total = min(schedule.total_steps, config.max_steps) if config.max_steps else schedule.total_steps
-    return Prepared(config, facts, drafter, dataset, schedule, total)
+    return Prepared(config, facts, drafter, dataset, schedule, total, held_out)
 
 
 class Wrong:

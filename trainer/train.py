@@ -39,7 +39,9 @@ def train(session: DrafterSession) -> TrainResult:
         if stopping or session.checkpoint_due(step):
             # What is still on its way first: a checkpoint names the loss of its own step, and not after a divergence.
             stopping = session.report_rest() or stopping
-            session.save(step)
+            # Whoever stops waits for no measurement, but for the last one of a run that is complete.
+            held_out = session.measure(step) if session.is_last or not stopping else None
+            session.save(step, held_out)
         if stopping:
             break
     return TrainResult(

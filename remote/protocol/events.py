@@ -120,6 +120,19 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOutMeasured(Event):
+    kind: ClassVar[str] = "held_out"
+
+    step: int = metric("the step whose drafter was measured", line="d")
+    loss: float = metric("decayed cross-entropy over the held-out documents", unit="nats", line=".4f")
+    accuracy: float = metric("share of their supervised positions whose argmax is the label", line=".4f")
+    accept_len: float = metric(
+        "mean over their blocks of 1 + leading correct rows (teacher-forced)", unit="tokens", line=".3f"
+    )
+    seconds: float = metric("how long measuring took", unit="s", line=".2f")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SaveProgress(Event):
     kind: ClassVar[str] = "save_progress"
 
@@ -164,8 +177,8 @@ class RunFinished(Event):
 KINDS: dict[str, type[Event]] = {
     cls.kind: cls
     for cls in (
-        RunStarted, Phase, Step, StageProfile, PipelineProfile, CheckpointSaved, SaveProgress, AlarmRaised, Message,
-        RunFinished,
+        RunStarted, Phase, Step, StageProfile, PipelineProfile, CheckpointSaved, HeldOutMeasured, SaveProgress, AlarmRaised,
+        Message, RunFinished,
     )
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ from trainer.checkpoint_files import (
     TrainerState,
     check_resumable,
     list_checkpoints,
+    mark_best,
     read_state,
     rotate,
     step_directory,
@@ -302,6 +303,20 @@ def test_rotation_keeps_the_newest(tmp_path: Path) -> None:
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000100", "step-00001000"]
 
 
+def test_rotation_keeps_the_best_until_there_is_a_better_one(tmp_path: Path) -> None:
+    pair, names = trained(), []
+    for step, is_best in ((1, True), (2, False), (3, False), (4, True), (5, False)):
+        path = save(tmp_path, step, pair).path
+        if is_best:
+            mark_best(tmp_path, path)
+        rotate(tmp_path, 1)
+        names.append(sorted(int(each.name.removeprefix("step-")) for each in list_checkpoints(tmp_path)))
+    assert names == [[1], [1, 2], [1, 3], [4], [4, 5]]
+    assert read_state(tmp_path / "best").step == 4
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    assert read_state(moved / "best").step == 4
+
+
 def test_rotation_touches_nothing_that_is_not_its_own(tmp_path: Path) -> None:
     pair = trained()
     for name in ("step-1", "step-00000001.bak", "notes", "best"):
@@ -353,7 +368,7 @@ FREE_TO_CHANGE: list[Callable[[TrainConfig], TrainConfig]] = [
 
 @pytest.mark.parametrize("change", FREE_TO_CHANGE)
 def test_what_computes_the_same_numbers_may_change(change: Callable[[TrainConfig], TrainConfig]) -> None:
-    check_resumable(state(3), change(CONFIG), fingerprint="abc", target="model", total_steps=100)
+    check_resumable(state(3), change(CONFIG), fingerprint="abc", target="model", held_out="", total_steps=100)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +378,12 @@ def test_what_computes_the_same_numbers_may_change(change: Callable[[TrainConfig
 def test_what_computes_other_numbers_may_not(key: str, value: Any) -> None:
     with pytest.raises(DflashError) as caught:
         check_resumable(
-            state(3), dataclasses.replace(CONFIG, **{key: value}), fingerprint="abc", target="model", total_steps=100
+            state(3),
+            dataclasses.replace(CONFIG, **{key: value}),
+            fingerprint="abc",
+            target="model",
+            held_out="",
+            total_steps=100,
         )
     assert caught.value.code == ExitCode.PREFLIGHT
     assert f"{key}: " in caught.value.cause
@@ -373,10 +393,10 @@ def test_a_checkpoint_from_before_a_key_goes_on_with_its_default() -> None:
     old = state(3)
     known = {key: value for key, value in old.config.items() if key not in ("loss_vocab_extra", "gamma")}
     old = dataclasses.replace(old, config=known)
-    check_resumable(old, CONFIG, fingerprint="abc", target="model", total_steps=100)
+    check_resumable(old, CONFIG, fingerprint="abc", target="model", held_out="", total_steps=100)
     changed = dataclasses.replace(CONFIG, loss_vocab_extra=7)
     with pytest.raises(DflashError, match="another configuration") as caught:
-        check_resumable(old, changed, fingerprint="abc", target="model", total_steps=100)
+        check_resumable(old, changed, fingerprint="abc", target="model", held_out="", total_steps=100)
     assert caught.value.cause == "loss_vocab_extra: -1 then, 7 now"
 
 
@@ -385,7 +405,8 @@ def test_every_key_is_known_to_be_binding_or_free() -> None:
     from trainer.checkpoint_files import _BINDING
 
     free = {
-        "target_model", "init_from_target", "data_dir", "objective_rows", "on_nan", "device", "target_gpus", "drafter_gpus",
+        "target_model", "held_out_dir", "init_from_target", "data_dir",
+        "objective_rows", "on_nan", "device", "target_gpus", "drafter_gpus",
         "threads", "transfer", "split_fc", "ring_mib", "verify_copies", "profile_interval", "collective_timeout",
         "stall_timeout", "output_dir", "checkpoint_every", "keep_checkpoints", "resume",
     }  # fmt: skip
@@ -396,11 +417,13 @@ def test_every_key_is_known_to_be_binding_or_free() -> None:
 
 def test_other_data_and_a_complete_run_are_refused() -> None:
     with pytest.raises(DflashError, match="another configuration"):
-        check_resumable(state(3), CONFIG, fingerprint="other", target="model", total_steps=100)
+        check_resumable(state(3), CONFIG, fingerprint="other", target="model", held_out="", total_steps=100)
     with pytest.raises(DflashError, match="another configuration") as caught:
-        check_resumable(state(3), CONFIG, fingerprint="abc", target="other", total_steps=100)
+        check_resumable(state(3), CONFIG, fingerprint="abc", target="other", held_out="", total_steps=100)
     assert caught.value.cause == "the target is another model"
     # A checkpoint from before targets had fingerprints.
-    check_resumable(state(3, target_fingerprint=""), CONFIG, fingerprint="abc", target="model", total_steps=100)
+    check_resumable(
+        state(3, target_fingerprint=""), CONFIG, fingerprint="abc", target="model", held_out="", total_steps=100
+    )
     with pytest.raises(DflashError, match="complete at step 100"):
-        check_resumable(state(100), CONFIG, fingerprint="abc", target="model", total_steps=100)
+        check_resumable(state(100), CONFIG, fingerprint="abc", target="model", held_out="", total_steps=100)

@@ -84,7 +84,12 @@ class Noting:
     def checkpoint_due(self, step: int) -> bool:
         return step == TOTAL or (self.every > 0 and step % self.every == 0)
 
-    def save(self, step: int) -> None:
+    def measure(self, step: int) -> str:
+        self.notes.append(f"measure {step}")
+        return f"figures {step}"
+
+    def save(self, step: int, held_out: str | None) -> None:
+        assert held_out in (None, f"figures {step}")
         self.notes.append(f"save {step}")
         self.last_checkpoint = Path(f"step-{step}")
 
@@ -116,6 +121,12 @@ def test_a_stop_that_a_checkpoint_brings_to_light_is_obeyed_at_once() -> None:
     session, result = run(stop_in=3, every=3)
     assert session.told("apply", "save")[-2:] == ["apply 3", "save 3"]
     assert result == TrainResult("stopped", 3, Path("step-3"))
+
+
+def test_only_who_stops_early_waits_for_no_measurement() -> None:
+    assert run(every=3)[0].told("measure", "save") == ["measure 3", "save 3", "measure 6", "save 6"]
+    assert run(stop_in=3, every=3)[0].told("measure", "save") == ["save 3"]
+    assert run(stop_in=TOTAL)[0].told("measure", "save") == ["measure 6", "save 6"]
 
 
 def test_a_stop_in_the_last_step_changes_nothing() -> None:

@@ -62,11 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
 def check_continues(plan: RunPlan, found: Prepared) -> None:
     """Raise a preflight error when a checkpoint that the run of `plan` will write could not be resumed from."""
     state = TrainerState(plan.first_step, plan.total_steps, plan.data_fingerprint, plan.config, plan.run_id)
-    state = dataclasses.replace(state, target_fingerprint=plan.target_fingerprint)
+    state = dataclasses.replace(
+        state, target_fingerprint=plan.target_fingerprint, held_out_fingerprint=plan.held_out_fingerprint
+    )
     check_resumable(
         state,
         found.config,
         fingerprint=found.dataset.fingerprint,
         target=target_fingerprint(found.facts),
+        held_out=found.held_out.fingerprint if found.held_out else "",
         total_steps=found.total_steps,
     )

@@ -78,13 +78,7 @@ def prepare(config: TrainConfig, run: RunLayout, *, saves: bool = True) -> RunPl
     target = target_fingerprint(found.facts)
     resume, first_step = resume_point(config, found, target)
     documents = run.path / "documents.npz"
-    np.savez(
-        documents,
-        lengths=found.dataset.lengths,
-        candidates=found.dataset.candidates,
-        # Reads every document: only where the softmax runs over the data's tokens.
-        token_ids_seen=found.dataset.token_ids_seen() if config.loss_vocab_extra >= 0 else np.zeros(0, dtype=np.int64),
-    )
+    save_documents(documents, config, found)
     size, slots = ring_size(config, found.drafter)
     sockets, ring_file = reserve(config, run, size * slots)
     return RunPlan(
@@ -105,6 +99,24 @@ def prepare(config: TrainConfig, run: RunLayout, *, saves: bool = True) -> RunPl
         output_dir=str(output_dir),
         resume=resume,
         target_fingerprint=target,
+        held_out_fingerprint=found.held_out.fingerprint if found.held_out else "",
+    )
+
+
+def save_documents(path: Path, config: TrainConfig, found: Prepared) -> None:
+    """Write what ranks compute the schedule from: lengths and candidates of both data sets, and the tokens that occur."""
+    nothing = np.zeros(0, dtype=np.int64)
+    seen = [nothing]
+    if config.loss_vocab_extra >= 0:
+        # Reads every document: only where the softmax runs over the data's tokens. Held-out labels need their place in it too.
+        seen = [dataset.token_ids_seen() for dataset in (found.dataset, found.held_out) if dataset is not None]
+    np.savez(
+        path,
+        lengths=found.dataset.lengths,
+        candidates=found.dataset.candidates,
+        held_out_lengths=found.held_out.lengths if found.held_out else nothing.astype(np.int32),
+        held_out_candidates=found.held_out.candidates if found.held_out else nothing.astype(np.int32),
+        token_ids_seen=np.unique(np.concatenate(seen)),
     )
 
 
@@ -118,7 +130,12 @@ def resume_point(config: TrainConfig, found: Prepared, target: str) -> tuple[str
     state = checkpoint_files.read_state(Path(config.resume))
     check_whole(Path(config.resume))
     checkpoint_files.check_resumable(
-        state, config, fingerprint=found.dataset.fingerprint, target=target, total_steps=found.total_steps
+        state,
+        config,
+        fingerprint=found.dataset.fingerprint,
+        target=target,
+        held_out=found.held_out.fingerprint if found.held_out else "",
+        total_steps=found.total_steps,
     )
     return str(Path(config.resume).absolute()), state.step + 1
 

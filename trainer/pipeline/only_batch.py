@@ -101,6 +101,7 @@ def _session(bad: BadBatch, changes: Mapping[str, Any], scratch: Path) -> Iterat
         "target_gpus": device,
         "drafter_gpus": device,
         "data_dir": str(documents),
+        "held_out_dir": "",
         "output_dir": "",
         "resume": "",
     }

@@ -38,6 +38,7 @@ class RunPlan:
     output_dir: str
     resume: str = ""
     target_fingerprint: str = ""
+    held_out_fingerprint: str = ""
 
     def train_config(self) -> TrainConfig:
         return TrainConfig.from_mapping(self.config, "the run's plan")

@@ -16,6 +16,7 @@ from trainer.data.schedule import Packing, Schedule
 from trainer.pipeline import channel
 from trainer.pipeline.channel import PairChannel
 from trainer.pipeline.copier import Copier, make_copier
+from trainer.pipeline.held_out import HeldOut
 from trainer.pipeline.layout import Layout, Role
 from trainer.pipeline.packed import PackBuffer
 from trainer.pipeline.plan import RunPlan
@@ -57,6 +58,7 @@ class Post:
     copier: Copier
     packing: Packing
     schedule: Schedule
+    held_out: HeldOut
     token_ids_seen: NDArray[np.int64]
     joint: Joint | None
 
@@ -109,6 +111,7 @@ def take_post(plan: RunPlan, world: World, telemetry: Telemetry, phases: PhaseLo
     )
     with np.load(plan.documents) as documents:
         packing = packing_of(config, documents["lengths"], documents["candidates"])
+        aside = packing_of(config, documents["held_out_lengths"], documents["held_out_candidates"])
         token_ids_seen = documents["token_ids_seen"]
     yield Post(
         plan=plan,
@@ -123,6 +126,8 @@ def take_post(plan: RunPlan, world: World, telemetry: Telemetry, phases: PhaseLo
         copier=make_copier(device),
         packing=packing,
         schedule=make_schedule(config, packing, world.machines),
+        # In the order of an epoch 0, which is the same each time.
+        held_out=HeldOut(tuple(aside.rows(0)), Layout.of(config).counts(world.machines), config, plan.total_steps),
         token_ids_seen=token_ids_seen,
         joint=None if layout.shared else _join_peers(plan, layout, role, layout.index(world.local_rank), device),
     )

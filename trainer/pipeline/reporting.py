@@ -13,6 +13,7 @@ from pathlib import Path
 from remote.protocol import events as ev
 from trainer.data.schedule import MicroBatch
 from trainer.pipeline.figures import StepFigures
+from trainer.pipeline.held_out import HeldOutFigures
 from trainer.telemetry import StageClock, Telemetry
 
 TARGET_WAITS = ("wait_buffer", "wait_end")
@@ -89,6 +90,21 @@ class Reporter:
         )
         for kind, message in step_alarms(figures, blame(figures, traffic.micro_batches), saved):
             self.alarm(kind, message, figures.step)
+
+    def measured(self, step: int, figures: HeldOutFigures, seconds: float) -> None:
+        """Report a measurement on held-out documents, and keep its time out of the next step's speed."""
+        self._last += seconds
+        self._telemetry.emit(
+            ev.HeldOutMeasured(
+                time=time.time(),
+                rank=self._rank,
+                step=step,
+                loss=figures.loss,
+                accuracy=figures.accuracy,
+                accept_len=figures.accept_len,
+                seconds=seconds,
+            )
+        )
 
     def alarm(self, kind: str, message: str, step: int) -> None:
         self._telemetry.emit(ev.AlarmRaised(time=time.time(), rank=self._rank, alarm=kind, message=message, step=step))

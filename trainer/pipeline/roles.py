@@ -11,6 +11,7 @@ import torch
 from remote.protocol import events as ev
 from remote.protocol.errors import preflight_error
 from trainer import checkpoint
+from trainer.config import TrainConfig
 from trainer.data.documents import open_dataset
 from trainer.data.rows import padding_share
 from trainer.data.schedule import MicroBatch
@@ -74,8 +75,22 @@ def load_producer(post: Post) -> Producer:
             last_output=config.distils,
         )
         dataset = open_dataset(Path(config.data_dir), max_length=config.max_length, vocab_size=facts.vocab_size)
-        reader = RowReader(dataset, config.bucket_tokens)
-        return Producer(target, reader, post.clock, device=post.device, verify_copies=config.verify_copies)
+        return Producer(
+            target,
+            RowReader(dataset, config.bucket_tokens),
+            post.clock,
+            device=post.device,
+            verify_copies=config.verify_copies,
+            held_out=held_out_reader(config, facts.vocab_size),
+        )
+
+
+def held_out_reader(config: TrainConfig, vocab_size: int) -> RowReader | None:
+    """Return the reader of the held-out data, None where there is none."""
+    if not config.held_out_dir:
+        return None
+    dataset = open_dataset(Path(config.held_out_dir), max_length=config.max_length, vocab_size=vocab_size)
+    return RowReader(dataset, config.bucket_tokens)
 
 
 def run_target(post: Post) -> None:
@@ -84,10 +99,12 @@ def run_target(post: Post) -> None:
     if post.end_of_warm_up() or producer is None:
         return
     assert post.joint is not None
-    batches = post.schedule.for_target(post.world.machine, post.index, first_step=post.plan.first_step)
+    machine, plan = post.world.machine, post.plan
+    training = until(post.schedule.for_target(machine, post.index, first_step=plan.first_step), post.plan.total_steps)
+    batches = post.held_out.join(training, plan.first_step, machine, target=post.index)
     with post.phases.phase("training"):
         sender = make_sender(post, post.joint)
-        produce(producer, until(batches, post.plan.total_steps), sender, post.copier, post.clock, post.timer)
+        produce(producer, batches, sender, post.copier, post.clock, post.timer)
 
 
 def until(batches: Iterator[MicroBatch], last_step: int) -> Iterator[MicroBatch]:
@@ -110,7 +127,8 @@ def make_sender(post: Post, joint: Joint) -> Sender:
 def make_receiver(post: Post, producer: Producer | None, reporter: Reporter) -> Receiver:
     """Return where a drafter's states come from: its own target with shared roles, else the ring."""
     machine, plan = post.world.machine, post.plan
-    batches = until(post.schedule.for_drafter(machine, post.index, first_step=plan.first_step), plan.total_steps)
+    training = until(post.schedule.for_drafter(machine, post.index, first_step=plan.first_step), plan.total_steps)
+    batches = post.held_out.join(training, plan.first_step, machine, drafter=post.index)
     if post.joint is None:
         assert producer is not None
         return SharedReceiver(producer, batches, post.buffers(1)[0])
@@ -190,6 +208,7 @@ def make_session(
         world=post.world,
         device=post.device,
         schedule=post.schedule,
+        held_out=post.held_out,
         index=post.index,
         drafter=drafter,
         optimizer=optimizer,

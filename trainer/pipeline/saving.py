@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from trainer.checkpoint_files import TrainerState
 from trainer.config import TrainConfig
 from trainer.drafter.model import Drafter
 from trainer.optimizer import StepOptimizer
+from trainer.pipeline.held_out import HeldOutFigures, checkpoint_due
 from trainer.pipeline.plan import RunPlan
 from trainer.pipeline.reporting import Desk
 from trainer.pipeline.world import World
@@ -34,14 +36,18 @@ class Saving:
 
     def __post_init__(self) -> None:
         self.last: Path | None = Path(self.plan.resume) if self.plan.resume else None
+        self.best_loss: float | None = None
+        if self.last is not None:
+            self.best_loss = checkpoint_files.read_state(self.last).best_held_out_loss
 
     def due(self, step: int) -> bool:
         """Whether a step ends with a checkpoint."""
-        every = self.config.checkpoint_every
-        return step == self.plan.total_steps or (every > 0 and step % every == 0)
+        return checkpoint_due(self.config, step, self.plan.total_steps)
 
-    def save(self, step: int, loss: float) -> None:
+    def save(self, step: int, loss: float, held_out: HeldOutFigures | None = None) -> None:
         """Save a checkpoint from the first drafter; the others wait for it in the next collective.
+
+        That of the lowest held-out loss becomes the best.
 
         Not when a stop asked for none, unless the run is complete anyway. Raises DflashError when the last one, or a
         stop's, cannot be written.
@@ -54,7 +60,7 @@ class Saving:
             return
         try:
             with self.clock.stage("checkpoint"), self.desk.reporter.apart():
-                saved = self._write(step, loss, self.desk)
+                saved = self._write(step, loss, held_out, self.desk)
         except DflashError as failure:
             if request is not None or step == self.plan.total_steps:
                 raise
@@ -73,12 +79,14 @@ class Saving:
             )
         )
 
-    def _write(self, step: int, loss: float, desk: Desk) -> checkpoint.Saved:
+    def _write(self, step: int, loss: float, held_out: HeldOutFigures | None, desk: Desk) -> checkpoint.Saved:
         def progress(written: int, total: int) -> None:
             desk.telemetry.emit(
                 ev.SaveProgress(time=time.time(), rank=self.world.rank, step=step, written=written, total=total)
             )
 
+        measured = held_out.loss if held_out is not None and math.isfinite(held_out.loss) else None
+        is_best = measured is not None and (self.best_loss is None or measured < self.best_loss)
         state = TrainerState(
             step=step,
             total_steps=self.plan.total_steps,
@@ -87,12 +95,21 @@ class Saving:
             run_id=self.plan.run_id,
             loss=loss,
             target_fingerprint=self.plan.target_fingerprint,
+            held_out_fingerprint=self.plan.held_out_fingerprint,
+            held_out_loss=measured,
+            best_held_out_loss=measured if is_best else self.best_loss,
         )
         output_dir = Path(self.plan.output_dir)
         saved = checkpoint.save(
             output_dir, state, self.drafter, self.optimizer, dtype=self.config.dtype, progress=progress
         )
-        checkpoint_files.rotate(output_dir, self.config.keep_checkpoints)
+        try:
+            if is_best:
+                checkpoint_files.mark_best(output_dir, saved.path)
+                self.best_loss = measured
+            checkpoint_files.rotate(output_dir, self.config.keep_checkpoints)
+        except OSError as error:
+            raise DflashError("old checkpoints cannot be removed", cause=str(error)) from error
         return saved
 
 

@@ -26,6 +26,7 @@ from trainer.optimizer import StepOptimizer, StepOutcome
 from trainer.pipeline.bad_batch import Evidence
 from trainer.pipeline.figures import DeferredFigures, StepFigures, StepSums
 from trainer.pipeline.handover import Receiver
+from trainer.pipeline.held_out import HeldOut, HeldOutFigures, HeldOutSums
 from trainer.pipeline.packed import PackedRow, RowTokens
 from trainer.pipeline.plan import RunPlan
 from trainer.pipeline.reporting import Desk, ProfileTimer, StepTraffic, blame
@@ -57,6 +58,7 @@ class DrafterSession:
     world: World
     device: torch.device
     schedule: Schedule
+    held_out: HeldOut
     index: int
     drafter: Drafter
     optimizer: StepOptimizer
@@ -294,9 +296,46 @@ class DrafterSession:
     def checkpoint_due(self, step: int) -> bool:
         return self._saving.due(step)
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, held_out: HeldOutFigures | None) -> None:
         """Save a checkpoint, or know of it, unless a stop asked for none. Raises DflashError when it had to be written."""
-        self._saving.save(step, self.last_loss)
+        self._saving.save(step, self.last_loss, held_out)
+
+    def measure(self, step: int) -> HeldOutFigures | None:
+        """Measure the drafter on the held-out documents, all drafters together; None where the schedule has none here."""
+        micro_batches = self.held_out.micro_batches(step)
+        if not micro_batches:
+            return None
+        began = time.monotonic()
+        sums = HeldOutSums(self.config.block_size, self.device)
+        mine = (self.world.machine, self.index)
+        with self.clock.stage("held_out"), torch.no_grad():
+            for micro_batch in micro_batches:
+                if (micro_batch.machine, micro_batch.drafter) == mine:
+                    packed = self.receiver.receive(micro_batch.b)
+                    sums.add(self._held_out_sums(packed))
+                    self.receiver.release(packed)
+            self.world.sum_over_drafters(sums.values)
+            figures = sums.figures()
+        if self.desk is not None:
+            seconds = time.monotonic() - began
+            self.desk.reporter.measured(step, figures, seconds)
+        return figures
+
+    def _held_out_sums(self, packed: PackedRow) -> ObjectiveSums:
+        # Neither noise nor the run's objective nor its teacher: figures of different steps, and of other runs, must compare.
+        blocks = self._blocks(packed.row).to(self.device, non_blocking=True)
+        states, _ = self._parted(packed.states)
+        with self._autocast():
+            return drafter_forward(
+                self.drafter,
+                self.ends.embed,
+                self.ends.head,
+                states,
+                blocks,
+                num_target_layer_ids=self.plan.captured_layers,
+                chunk_rows=self.config.objective_rows,
+                vocab_subset=self.ends.subset,
+            )
 
     def close(self) -> None:
         """Say goodbye to the targets and wait for the other drafters."""

@@ -9,6 +9,7 @@ import torch
 from trainer.data.schedule import MicroBatch
 from trainer.pipeline.copier import Copier
 from trainer.pipeline.handover import Sender, StreamClosed
+from trainer.pipeline.held_out import FIRST_BATCH
 from trainer.pipeline.packed import PackBuffer, PackedRow, PackedStates, as_states
 from trainer.pipeline.reader import ReadRow, RowReader
 from trainer.pipeline.reporting import ProfileTimer
@@ -21,17 +22,26 @@ class Producer:
     """One target with its reader: turns micro-batches into packed states."""
 
     def __init__(
-        self, target: Target, reader: RowReader, clock: StageClock, *, device: torch.device, verify_copies: str
+        self,
+        target: Target,
+        reader: RowReader,
+        clock: StageClock,
+        *,
+        device: torch.device,
+        verify_copies: str,
+        held_out: RowReader | None = None,
     ) -> None:
         self.target = target
         self._reader = reader
+        self._held_out = held_out
         self._clock = clock
         self._device = device
         self._verify = verify_copies
 
     def read(self, micro_batch: MicroBatch) -> ReadRow:
+        reader = self._held_out if micro_batch.b >= FIRST_BATCH and self._held_out is not None else self._reader
         with self._clock.stage("read"):
-            return self._reader.read(micro_batch)
+            return reader.read(micro_batch)
 
     def states(self, read: ReadRow, buffer: PackBuffer) -> torch.Tensor:
         """Run the target and pack what it captured into `buffer`, on the same stream (rule 1)."""

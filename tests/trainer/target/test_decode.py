@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
@@ -54,7 +54,13 @@ HISTORIES = {
 
 
 @pytest.mark.parametrize("architecture", PLAIN + HYBRID)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# Not shrunk: a failure took minutes, at some twenty forwards a try, and the examples are small as they are.
+@settings(
+    max_examples=8,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(**HISTORIES)
 def test_any_history_of_rollbacks_equals_recomputing_everything(decoder_of, architecture, prompts, rounds, last):
     decoder, tolerance = decoder_of(architecture), TOLERANCE[architecture]
@@ -85,8 +91,9 @@ def test_selected_sequences_go_on_alone(decoder_of, architecture):
         batch.select([2, 0])
         _, states = batch.append([[9], [10]])
         batch.append([[11, 12], [13, 14]])
-        batch.keep([2, 1])
+        # In this order too: what is taken back is that of the sequences that are left.
         batch.select([1])
+        batch.keep([1])
         _, later = batch.append([[15]])
     for i, tokens in enumerate([[7, 8, 9], [3, 4, 5, 10]]):
         torch.testing.assert_close(states[i, 0], recomputed(decoder, tokens)[1][-1], rtol=2e-4, atol=2e-4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +27,8 @@ from trainer.export_speculators import speculators_config, zlab_of
 from trainer.on_policy import on_policy_rate
 from trainer.optimizer import StepOptimizer, learning_rate
 from trainer.pipeline import reader
+from trainer.pipeline.held_out import checkpoint_due
 from trainer.pipeline.packed import PackBuffer
-from trainer.pipeline.saving import Saving
 from trainer.speculate import _last, _Sequence
 from trainer.target.batch import PlainBatch
 from trainer.target.capture import Target
@@ -274,9 +273,8 @@ def check_empty_step() -> None:
 
 def check_saving() -> None:
     """Checkpoints every 3 steps and at the last one, whatever the interval."""
-    due: Callable[..., bool] = Saving.due
-    own = SimpleNamespace(plan=SimpleNamespace(total_steps=7), config=SimpleNamespace(checkpoint_every=3))
-    assert [step for step in range(1, 8) if due(own, step)] == [3, 6, 7]
+    every_third = TrainConfig(checkpoint_every=3)
+    assert [step for step in range(1, 8) if checkpoint_due(every_third, step, 7)] == [3, 6, 7]
 
 
 def check_complete_checkpoints() -> None:

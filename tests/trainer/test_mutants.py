@@ -59,9 +59,9 @@ from trainer.drafter.teacher import part_states, teaching_rows
 from trainer.export_speculators import speculators_config, zlab_of
 from trainer.on_policy import on_policy_rate
 from trainer.optimizer import StepOptimizer, learning_rate
+from trainer.pipeline.held_out import checkpoint_due
 from trainer.pipeline.packed import PackBuffer
 from trainer.pipeline.reader import RowReader, packed_length
-from trainer.pipeline.saving import Saving
 from trainer.speculate import _last, _Sequence
 from trainer.target.batch import PlainBatch
 from trainer.target.capture import Target
@@ -155,8 +155,8 @@ MUTANTS = {
         Mutant(StepOptimizer.apply, "torch.isfinite(norm) & ", "", check_optimizer),
     ],
     "final checkpoint missing at the last step": [
-        Mutant(Saving.due, "step == self.plan.total_steps or ", "", check_saving),
-        Mutant(Saving.due, "self.plan.total_steps", "self.plan.total_steps - 1", check_saving),
+        Mutant(checkpoint_due, "step == total_steps or ", "", check_saving),
+        Mutant(checkpoint_due, "step == total_steps", "step == total_steps - 1", check_saving),
     ],
     "sequences of 1, 2 or fewer than B tokens": [
         Mutant(_scan_piece, "ends - 1, 0)", "ends - 2, 0)", check_lengths),

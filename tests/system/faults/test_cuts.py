@@ -87,7 +87,7 @@ def living(laptop: Laptop) -> list[str]:
 
 
 def runs(laptop: Laptop) -> list[dict]:
-    return laptop.answer("runs")["runs"]
+    return laptop.answer("runs", "--limit", "1000")["runs"]
 
 
 class TestDeploy:

@@ -86,7 +86,7 @@ def test_every_layout_measures_the_same_and_trains_as_if_there_were_none(
 ) -> None:
     run = trained(**EVERY_OTHER, **LAYOUTS[layout], held_out_dir=held_out_dir)
     reference = trained(**EVERY_OTHER, held_out_dir=held_out_dir)
-    assert list(measured(run)) == [2, 4, 6]
+    assert list(measured(run)) == [step for step in run.losses if step % 2 == 0 or step == max(run.losses)]
     for step, figures in measured(run).items():
         assert figures == pytest.approx(measured(reference)[step], abs=1e-9)
     assert run.losses == pytest.approx(trained(**EVERY_OTHER).losses, abs=1e-9)

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 
 from trainer.data.documents import Dataset
+from trainer.data.rows import padded_width
 from trainer.data.schedule import MicroBatch
 from trainer.pipeline.packed import RowTokens
 
 
 @dataclass(frozen=True)
 class ReadRow:
-    """One micro-batch as read: the target's right-padded input i64[k, L_max], the documents' lengths, the packed tokens."""
+    """One micro-batch as read: the target's right-padded input i64[k, width], the documents' lengths, the packed tokens."""
 
     padded: torch.Tensor
     lengths: list[int]
@@ -38,7 +39,8 @@ class RowReader:
         """Return the micro-batch's documents, packed one after another and padded to the bucket."""
         documents = [self._dataset.document(index) for index in micro_batch.row.documents]
         lengths = [len(document.input_ids) for document in documents]
-        padded = np.full((len(documents), max(lengths)), self._pad_token, dtype=np.int64)
+        width = padded_width(max(lengths), self._bucket)
+        padded = np.full((len(documents), width), self._pad_token, dtype=np.int64)
         total = packed_length(sum(lengths), self._bucket)
         input_ids = np.full(total, self._pad_token, dtype=np.int32)
         loss_mask = np.zeros(total, dtype=np.uint8)

@@ -200,7 +200,7 @@ def make_session(
         post.telemetry.observe(profiler.observe)
         desk = Desk(post.telemetry, reporter, profiler)
         # Of the first epoch: the others' rows hold the same documents in another order.
-        padding = padding_share(post.packing.rows(0), post.packing.lengths)
+        padding = padding_share(post.packing.rows(0), post.packing.lengths, post.config.bucket_tokens)
         _announce(post)
     return DrafterSession(
         plan=plan,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.data.documents import Dataset, open_dataset
-from trainer.data.rows import Row
+from trainer.data.rows import Row, padded_width
 from trainer.data.schedule import MicroBatch
 from trainer.pipeline.copier import HostCopier, make_copier
 from trainer.pipeline.packed import PackBuffer, PackedStates, as_states
@@ -53,6 +53,13 @@ def test_a_row_is_read_as_it_stands_in_the_data(dataset: Dataset, data_file: Pat
     assert len(read.row.input_ids) % 16 == 0
     assert set(read.row.document_ids[offset:].tolist()) <= {-1}
     assert not read.row.loss_mask[offset:].any()
+
+
+@pytest.mark.parametrize("bucket", [1, 16])
+def test_the_targets_batch_has_one_of_few_widths(dataset: Dataset, bucket: int) -> None:
+    for document in range(20):
+        read = RowReader(dataset, bucket).read(micro_batch(dataset, (document,)))
+        assert read.padded.shape == (1, padded_width(read.lengths[0], bucket))
 
 
 @given(st.integers(1, 10**6), st.integers(1, 4096))

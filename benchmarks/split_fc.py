@@ -56,7 +56,10 @@ SHAPES = {
 }
 _DOCUMENTS = 4
 _MIB = 1 << 20
-_M_MMAP_THRESHOLD = -3  # malloc.h
+SIDES = ("target", "drafter")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+# glibc's highest threshold, which it comes to by itself in a process that frees large blocks.
+_USUAL = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,17 @@ def _blocks(config: DrafterConfig, tokens: int, row_anchors: int) -> Blocks:
     )
 
 
+def map_allocations(size: int) -> None:
+    """Let glibc give each allocation of `size` bytes and more a mapping of its own, which ends with it.
+
+    What lies in the heap instead stays resident when it is freed and is handed out again unseen. So this comes before the
+    first large tensor where memory is measured; where time is, mapping anew for each tensor would cost some.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, size)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2 * size)
+
+
 def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
     """Return the bytes that existed at the peak of `work` beyond what existed before it."""
     if device.type == "cuda":
@@ -162,10 +176,6 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         work()
         return torch.cuda.max_memory_allocated(device) - before
-    # glibc would keep what tensors gave back and hand it out again unseen: let each over 64 KiB be a mapping of its own.
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
-    libc.malloc_trim(0)
     # 5: reset the high-water mark (proc(5)).
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _resident()["VmRSS"]
@@ -188,26 +198,28 @@ def seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def measure(bench: Bench, rounds: int) -> list[Figures]:
-    """Measure both sides of both forms. They take turns, so that a machine that slows down slows down both."""
+    """Measure both sides of both forms: memory first, then the time."""
     device = bench.embed.device
-    work: dict[tuple[str, bool], Callable[[], object]] = {}
-    for split in (False, True):
-        buffer = bench.buffer(split)
-        packed = bench.pack(buffer)
-        work["target", split] = partial(bench.pack, buffer)
-        work["drafter", split] = partial(bench.train, packed, split)
+    packed = {split: bench.pack(bench.buffer(split)) for split in (False, True)}
+    # Gradients exist from here on, and kernels have been chosen.
+    bench.train(packed[False], False)
+    work = {(side, split): partial(_work, bench, side, packed[split], split) for side in SIDES for split in packed}
+    peaks = {key: peak_bytes(device, each) for key, each in work.items()}
+    map_allocations(_USUAL)
     taken: dict[tuple[str, bool], list[float]] = {key: [] for key in work}
-    # Once more than is counted: in the first round gradients are made and kernels are chosen.
+    # They take turns, so that a machine that slows down slows down all. The first round is not counted.
     for _ in range(rounds + 1):
         for key, each in work.items():
             taken[key].append(seconds(device, each))
-    figures: list[Figures] = []
-    for (side, split), each in work.items():
-        speed = bench.tokens / min(taken[side, split][1:])
-        # The buffer is the target's whole cost, so it is allocated within what is measured.
-        anew = (lambda split=split: bench.pack(bench.buffer(split))) if side == "target" else each
-        figures.append(Figures(side, split, speed, peak_bytes(device, anew)))
-    return sorted(figures, key=lambda each: (each.side != "target", each.split))
+    return [Figures(*key, bench.tokens / min(taken[key][1:]), peaks[key]) for key in work]
+
+
+def _work(bench: Bench, side: str, packed: torch.Tensor, split: bool) -> None:
+    # The buffer is the target's whole cost, so it is allocated within what is measured.
+    if side == "target":
+        bench.pack(bench.buffer(split))
+    else:
+        bench.train(packed, split)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -219,6 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--noise-std", type=float, default=0.0, help="noise on the states (default 0)")
     parser.add_argument("--rounds", type=int, default=5, help="the fastest of so many counts (default 5)")
     arguments = parser.parse_args(argv)
+    map_allocations(1 << 16)
     bench = Bench.make(
         arguments.shape, torch.device(arguments.device), getattr(torch, arguments.dtype), arguments.noise_std
     )

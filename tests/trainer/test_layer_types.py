@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -66,10 +67,11 @@ def test_another_list_is_another_run_and_a_checkpoint_from_before_the_key_goes_o
     before = config.to_dict()
     del before["layer_types"]
     state = TrainerState(step=3, total_steps=9, data_fingerprint="a", config=before)
-    check_resumable(state, config, fingerprint="a", total_steps=9)
+    data: dict[str, Any] = {"fingerprint": "a", "target": "", "held_out": "", "total_steps": 9}
+    check_resumable(state, config, **data)
     listed = dataclasses.replace(config, layer_types=("full", "sliding", "full"))
     with pytest.raises(DflashError, match="another configuration") as caught:
-        check_resumable(state, listed, fingerprint="a", total_steps=9)
+        check_resumable(state, listed, **data)
     assert "layer_types" in caught.value.cause
     # Records are JSON: the list comes back as a list.
-    check_resumable(dataclasses.replace(state, config=listed.to_dict()), listed, fingerprint="a", total_steps=9)
+    check_resumable(dataclasses.replace(state, config=listed.to_dict()), listed, **data)

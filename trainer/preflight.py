@@ -145,6 +145,47 @@ def memory_limit() -> int | None:
     return int(text) if text.isdecimal() else None
 
 
+def layer_shapes(drafter: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight of one drafter layer by its name inside the layer."""
+    hidden, head_dim, ffn = drafter.hidden_size, drafter.head_dim, drafter.intermediate_size
+    queries, keys = head_dim * drafter.num_attention_heads, head_dim * drafter.num_key_value_heads
+    return {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "self_attn.q_norm.weight": (head_dim,),
+        "self_attn.k_norm.weight": (head_dim,),
+        "mlp.gate_proj.weight": (ffn, hidden),
+        "mlp.up_proj.weight": (ffn, hidden),
+        "mlp.down_proj.weight": (hidden, ffn),
+    }
+
+
+def check_start(config: TrainConfig, facts: TargetFacts, drafter: DrafterConfig) -> None:
+    """Raise a preflight error when the drafter is to start from the target's last layers and these have other shapes.
+
+    Else every drafter rank would find out by itself, after the target's weights were read.
+    """
+    if config.init_from_target == "off":
+        return
+    for layer in range(facts.num_layers - drafter.num_hidden_layers, facts.num_layers):
+        for name, shape in layer_shapes(drafter).items():
+            entry = facts.tensors.get(f"{facts.prefix}layers.{layer}.{name}")
+            # Llama has no norms of queries and keys; the start has a rule for these.
+            if entry is None and name.endswith(("q_norm.weight", "k_norm.weight")):
+                continue
+            if entry is None or entry.shape != shape:
+                found = "missing" if entry is None else list(entry.shape)
+                raise preflight_error(
+                    "the drafter cannot start from this target's layers",
+                    cause=f"{name} is {list(shape)} in the drafter, {found} in the target's layer {layer}",
+                    hint="leave heads, head width and ffn at the target's, or turn init_from_target off",
+                )
+
+
 def parameter_count(drafter: DrafterConfig) -> int:
     """Return the number of the drafter's parameters; Qwen3.6-27B's has 1,730,213,120."""
     hidden, head_dim = drafter.hidden_size, drafter.head_dim
@@ -197,6 +238,8 @@ def preflight(config: TrainConfig, output_dir: Path | None, *, devices: bool = T
             lambda: open_dataset(Path(config.held_out_dir), max_length=config.max_length, vocab_size=vocabulary)
         )
     drafter = None if facts is None else wrong.note(lambda: drafter_config(config, facts))
+    if facts is not None and drafter is not None:
+        wrong.note(lambda: check_start(config, facts, drafter))
     if drafter is not None and output_dir is not None:
         wrong.note(lambda: check_space(config, drafter, output_dir, freed_shm))
     wrong.raise_all()

@@ -18,7 +18,7 @@ from trainer.drafter.config import DrafterConfig, derive
 from trainer.drafter.model import Drafter
 from trainer.pipeline.check_command import check_continues
 from trainer.pipeline.plan import RunPlan
-from trainer.preflight import drafter_config, parameter_count, preflight, ring_size
+from trainer.preflight import drafter_config, layer_shapes, parameter_count, preflight, ring_size
 from trainer.target.facts import target_facts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -256,3 +256,39 @@ def test_whether_a_runs_next_checkpoint_could_be_resumed_from(values: Values, tm
 
 def derive_of(config: TrainConfig) -> DrafterConfig:
     return drafter_config(config, target_facts(Path(config.target_model)))
+
+
+# ---- a start from the target's layers
+
+
+def test_the_shapes_of_a_layer_are_those_of_the_drafter(values: Values) -> None:
+    for changes in ({}, {"drafter_heads": 2, "drafter_kv_heads": 1, "drafter_head_dim": 12, "drafter_ffn": 20}):
+        config = TrainConfig.from_mapping(values | changes)
+        drafter = drafter_config(config, target_facts(config.target_model))
+        layer = dict(Drafter(drafter).layers[1].named_parameters())
+        assert {name: tuple(parameter.shape) for name, parameter in layer.items()} == layer_shapes(drafter)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"drafter_heads": 2}, "self_attn.q_proj.weight is [16, 32] in the drafter, [32, 32] in the target's layer 4"),
+        ({"drafter_ffn": 20}, "mlp.gate_proj.weight is [20, 32] in the drafter, [64, 32] in the target's layer 4"),
+        ({"drafter_layers": 7}, "missing in the target's layer -1"),
+    ],
+)
+def test_a_start_from_layers_that_do_not_fit_is_refused(
+    values: Values, tmp_path: Path, changes: Values, words: str
+) -> None:
+    check(values | changes, tmp_path)  # Without it they may differ.
+    with pytest.raises(DflashError, match="cannot start from this target's layers") as caught:
+        check(values | changes | {"init_from_target": "on"}, tmp_path)
+    assert caught.value.code == ExitCode.PREFLIGHT
+    assert words in caught.value.cause
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_a_start_that_fits_is_let_through(
+    values: Values, make_target: Callable[..., Path], tmp_path: Path, architecture: str
+) -> None:
+    check(values | {"target_model": str(make_target(architecture)), "init_from_target": "on"}, tmp_path)

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
+        # Without transformers' wrapper, whose dictionaries of lists cost a third of the tokenizer's own time. A
+        # tokenizer.json may say to cut or to pad; the wrapper switches that off at each call, and so do we.
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self.template_kwargs = dict(template_kwargs or {})
         self.template_sha256 = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
         self.eos_token_id: int | None = tokenizer.eos_token_id
@@ -103,11 +109,10 @@ class ChatTokenizer:
         """Return ids and loss mask of each text; those of more than one are tokenised in parallel."""
         if not rendered:
             return []
-        texts = [one.text for one in rendered]
-        tokens = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        encodings = self._backend.encode_batch([one.text for one in rendered], add_special_tokens=False)
         return [
-            _supervise(np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2), one)
-            for ids, offsets, one in zip(tokens["input_ids"], tokens["offset_mapping"], rendered, strict=True)
+            _supervise(np.array(encoding.ids, dtype=np.int32), _offsets(encoding.offsets), one)
+            for encoding, one in zip(encodings, rendered, strict=True)
         ]
 
 
@@ -166,6 +171,11 @@ def _content_end(upto: str, start: int, message: Message) -> int:
         if position >= 0:
             return position + len(form)
     return 0
+
+
+def _offsets(pairs: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    """Return int64[n, 2]; twice as fast as numpy's own way through a list of tuples."""
+    return np.fromiter(chain.from_iterable(pairs), dtype=np.int64, count=2 * len(pairs)).reshape(-1, 2)
 
 
 def _supervise(ids: NDArray[np.int32], offsets: NDArray[np.int64], rendered: Rendered) -> Encoded:

@@ -73,10 +73,11 @@ def test_silence_is_bounded_in_both_directions(python):
 
 
 def test_a_slow_reader_is_no_silence(python):
-    reads = "import sys, time\nfor _ in range(8): sys.stdin.buffer.read(1_000_000); time.sleep(0.1)\nprint('all')"
+    reads = "import sys, time\nfor _ in range(12): sys.stdin.buffer.read(1_000_000); time.sleep(0.3)\nprint('all')"
     channel = python(reads)
-    # Eight pauses of 0.1 s: more in total than the time-out, which counts from the last progress.
-    channel.send(b"x" * 8_000_000, 0.6)
+    # Twelve pauses of 0.3 s: more in total than the time-out, which counts from the last progress and has to be longer
+    # than Python takes to start on a busy machine.
+    channel.send(b"x" * 12_000_000, 3.0)
     assert read_all(channel) == b"all\n"
 
 

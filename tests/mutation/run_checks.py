@@ -145,12 +145,20 @@ def check_layer_ids() -> None:
     assert [refused(40, 7), refused(40, 8), refused(4, 7), refused(3, 7)] == [False, True, False, True]
 
 
+def read_row(*lengths: int) -> reader.ReadRow:
+    """Read documents of these lengths as one row; the t-th token of a document of n is 10n + t."""
+    documents = [
+        SimpleNamespace(input_ids=np.arange(n, dtype=np.int32) + 10 * n, loss_mask=np.ones(n)) for n in lengths
+    ]
+    source: Any = SimpleNamespace(document=documents.__getitem__)
+    row = SimpleNamespace(documents=tuple(range(len(lengths))))
+    batch: Any = SimpleNamespace(b=0, step=1, epoch=0, row=row)
+    return reader.RowReader(source, bucket_tokens=4).read(batch)
+
+
 def check_packing() -> None:
     """Tokens, positions and states of documents of different lengths meet in the packed row, padding behind them."""
-    documents = [SimpleNamespace(input_ids=np.arange(n, dtype=np.int32) + 10 * n, loss_mask=np.ones(n)) for n in (5, 3)]
-    source: Any = SimpleNamespace(document=documents.__getitem__)
-    batch: Any = SimpleNamespace(b=0, step=1, epoch=0, row=SimpleNamespace(documents=(0, 1)))
-    read = reader.RowReader(source, bucket_tokens=4).read(batch)
+    read = read_row(5, 3)
     assert read.padded[0].tolist()[:5] == [50, 51, 52, 53, 54]
     assert read.padded[1].tolist()[:3] == [30, 31, 32]
     assert read.row.input_ids[:8].tolist() == [50, 51, 52, 53, 54, 30, 31, 32]
@@ -171,6 +179,12 @@ def check_packing() -> None:
 def check_buckets() -> None:
     """Few lengths exist, each the next multiple: kernels are tuned for these and for no more."""
     assert [reader.packed_length(tokens, 128) for tokens in (1, 127, 128, 129)] == [128, 128, 128, 256]
+    # The target's batches: 16 widths an octave, in steps of 128 at most.
+    widths = sorted({packing.padded_width(length, 128) for length in range(1, 4097)})
+    assert widths == [*range(1, 32), *range(32, 64, 2), *range(64, 128, 4), *range(128, 256, 8), *range(256, 512, 16),
+                      *range(512, 1024, 32), *range(1024, 2048, 64), *range(2048, 4097, 128)]  # fmt: skip
+    assert all(length <= packing.padded_width(length, 128) for length in range(1, 4097))
+    assert read_row(33, 30).padded.shape == (2, 34)
 
 
 def check_lengths() -> None:

@@ -43,7 +43,7 @@ from mutation.run_checks import (
 
 from trainer.checkpoint_files import list_checkpoints
 from trainer.choice import _agree
-from trainer.data.rows import _fill
+from trainer.data.rows import _fill, padded_width
 from trainer.data.scan import _scan_piece
 from trainer.data.schedule import Schedule
 from trainer.drafter.anchors import candidates, row_shares, sample_anchors
@@ -174,6 +174,8 @@ MUTANTS = {
     "retuning of kernels at every new length in mid-run": [
         Mutant(packed_length, " * bucket_tokens", " * bucket_tokens * 0 + tokens", check_buckets),
         Mutant(packed_length, "-(-tokens // bucket_tokens)", "(tokens // bucket_tokens)", check_buckets),
+        Mutant(padded_width, "bit_length() - 1", "bit_length()", check_buckets),
+        Mutant(RowReader.read, "padded_width(max(lengths), self._bucket)", "max(lengths)", check_buckets),
     ],
     "row 0 with a weight": [
         Mutant(lay_out, "(offsets > 0) & ", "", check_blocks),

@@ -93,7 +93,10 @@ def test_the_weights_that_the_batch_met_are_looked_at(
 EVERYTHING = {"noise_std": 0.1, "loss_vocab_extra": 2, "micro_batches_per_step": 1, "num_anchors": 3}
 
 
-@pytest.mark.parametrize("shape", [{}, {"target_gpus": [0], "drafter_gpus": [0]}, {"split_fc": "on"}])
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"target_gpus": [0], "drafter_gpus": [0]}, {"split_fc": "on"}, {"kl_weight": 0.5, "objective": "dpace"}],
+)
 def test_the_batch_meets_the_numbers_of_the_run(
     start: Start,
     finish: Finish,

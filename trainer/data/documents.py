@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from remote.protocol.errors import preflight_error
 from trainer.data.chunks import Chunk
 from trainer.data.files import read_chunks
-from trainer.data.scan import Scan, scan_chunk
+from trainer.data.scan import Scan, pieces, scan_chunk
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,17 @@ class Dataset:
     def token_ids_seen(self) -> NDArray[np.int64]:
         """Return the sorted distinct token ids of all documents, int64[m]."""
         seen = np.zeros(0, dtype=bool)
-        for document in map(self.document, range(len(self))):
-            top = int(document.input_ids.max()) + 1
-            if top > len(seen):
-                seen = np.concatenate([seen, np.zeros(top - len(seen), dtype=bool)])
-            seen[document.input_ids] = True
+        for number, chunk in enumerate(self._chunks):
+            mine = self._chunk_of == number
+            used = np.zeros(len(chunk), np.int64)  # tokens of each document that count: none of those dropped
+            used[self._row_of[mine]] = self.lengths[mine]
+            for first, last in pieces(chunk):
+                start, end, lengths = chunk.offsets[first], chunk.offsets[last], chunk.lengths[first:last]
+                limits = np.repeat(chunk.offsets[first:last] + used[first:last], lengths)
+                ids = chunk.ids[int(start) : int(end)][np.arange(start, end) < limits]
+                if len(ids) and int(ids.max()) >= len(seen):
+                    seen = np.concatenate([seen, np.zeros(int(ids.max()) + 1 - len(seen), dtype=bool)])
+                seen[ids] = True
         return np.flatnonzero(seen).astype(np.int64)
 
 

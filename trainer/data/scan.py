@@ -31,15 +31,16 @@ def scan_chunk(chunk: Chunk, max_length: int, vocab_size: int | None) -> Scan:
     Raises:
         DflashError: a token id is negative or outside the vocabulary, labels are shifted against the ids.
     """
-    pieces = [_scan_piece(chunk, first, last, max_length, vocab_size) for first, last in _pieces(chunk)]
-    if not pieces:
+    scans = [_scan_piece(chunk, first, last, max_length, vocab_size) for first, last in pieces(chunk)]
+    if not scans:
         empty = np.zeros(0, np.int32)
         return Scan(empty, empty, empty, empty.astype(np.uint64))
-    columns = zip(*((p.lengths, p.supervised, p.candidates, p.checksums) for p in pieces), strict=True)
+    columns = zip(*((p.lengths, p.supervised, p.candidates, p.checksums) for p in scans), strict=True)
     return Scan(*(np.concatenate(column) for column in columns))
 
 
-def _pieces(chunk: Chunk) -> list[tuple[int, int]]:
+def pieces(chunk: Chunk) -> list[tuple[int, int]]:
+    """Return (first document, last + 1) of the pieces that a chunk is looked at in, about a million tokens each."""
     cuts = [0]
     while cuts[-1] < len(chunk):
         upto = int(np.searchsorted(chunk.offsets, chunk.offsets[cuts[-1]] + _PIECE_TOKENS, side="right")) - 1

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from remote.protocol.errors import DflashError, ExitCode
+from trainer.data import scan
 from trainer.data.documents import open_dataset
 
 ROW = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1]}
@@ -102,6 +103,23 @@ def test_token_ids_seen_are_those_of_what_is_trained(tmp_path: Path, write_jsonl
     dataset = open_dataset(write_jsonl(tmp_path / "a.jsonl", rows), max_length=3)
     assert dataset.token_ids_seen().tolist() == [2, 5, 6, 7, 50]
     assert dataset.token_ids_seen().dtype == np.int64
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 60), st.booleans()), min_size=1, max_size=9), min_size=1),
+    st.integers(3, 9),
+)
+def test_token_ids_seen_are_those_of_all_documents_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[tuple[int, bool]]], longest: int
+) -> None:
+    path = tmp_path_factory.mktemp("seen") / "a.jsonl"
+    rows = [{"input_ids": [t for t, _ in d], "loss_mask": [int(on) for _, on in d]} for d in documents]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, ROW]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan, "_PIECE_TOKENS", 10)
+        dataset = open_dataset(path, max_length=longest)
+        wanted = {t for i in range(len(dataset)) for t in dataset.document(i).input_ids.tolist()}
+        assert dataset.token_ids_seen().tolist() == sorted(wanted)
 
 
 def test_a_set_without_supervised_tokens_is_refused_with_counts(tmp_path: Path, write_jsonl) -> None:

@@ -195,3 +195,27 @@ def test_template_keywords_are_an_object(text: str) -> None:
     with pytest.raises(DflashError, match="no JSON object"):
         parse_template_kwargs(text)
     assert parse_template_kwargs('{"enable_thinking": false}') == {"enable_thinking": False}
+
+
+def test_a_tokenizer_that_says_to_cut_or_to_pad_is_not_obeyed(chat: ChatTokenizer) -> None:
+    """tokenizer.json files in the wild carry the truncation of whoever saved them."""
+    tokenizer = copy.deepcopy(chat._tokenizer)
+    tokenizer.backend_tokenizer.enable_truncation(max_length=8)
+    tokenizer.backend_tokenizer.enable_padding(length=99)
+    conversations = [talk("hi", "Hello there, this is a longer reply."), talk("hi", "Hello.")]
+    for one, other in zip(ChatTokenizer(tokenizer).encode(conversations), chat.encode(conversations), strict=True):
+        assert one.input_ids.tolist() == other.input_ids.tolist()
+        assert one.loss_mask.tolist() == other.loss_mask.tolist()
+
+
+def test_ids_are_those_that_transformers_gives(chat: ChatTokenizer) -> None:
+    conversation = talk("What is 2 + 2?\n\n  Think!", "  4. <|im_end|> is a special token, été and 你好 are none.")
+    text = chat.render(conversation).text
+    (encoded,) = chat.encode([conversation])
+    wanted = chat._tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert encoded.input_ids.tolist() == wanted[: len(encoded.input_ids)]
+    assert len(wanted) - len(encoded.input_ids) == 1  # the newline behind the end of the turn
+
+
+def test_nothing_is_nothing(chat: ChatTokenizer) -> None:
+    assert chat.encode([]) == []

@@ -356,3 +356,25 @@ def test_closing_ends_requests_that_are_under_way(make_far: MakeFar) -> None:
     hold.set()
     assert not consumer.is_alive()
     assert ends == [1, f"no answer from {far.url}"]
+
+
+def test_the_wait_that_a_server_asks_for_is_kept(make_far: MakeFar, monkeypatch: pytest.MonkeyPatch) -> None:
+    far = make_far(lambda r, n: (429, "busy", {"Retry-After": "7"}) if n == 1 else well(r, n))
+    server = client(far)
+    waited: list[float] = []
+    monkeypatch.setattr(server._closed, "wait", waited.append)
+    assert server.reply(prompt()) is not None
+    assert waited == [7.0]
+
+
+def test_pauses_grow_and_are_bounded(make_far: MakeFar, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_server, "_LONGEST_PAUSE_S", 30.0)
+    server = client(make_far(lambda *_: (503, "", {})))
+    waited: list[float] = []
+    monkeypatch.setattr(server._closed, "wait", waited.append)
+    with pytest.raises(DflashError, match="no answer"):
+        server.reply(prompt())
+    assert len(waited) == 7
+    for attempt, pause in enumerate(waited, start=1):
+        most = min(0.5 * 2**attempt, 30.0)
+        assert most / 2 <= pause <= most

@@ -46,7 +46,10 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class StartRequest:
-    """What a start asks for. `limit`: seconds of silence before the answer is "not ready"; `resume`: "", RUN or RUN@STEP."""
+    """What a start asks for. `limit`: seconds of silence before the answer is "not ready"; `resume`: "", RUN or RUN@STEP.
+
+    `current`: launch the release that is current over there, whatever the spec believes; off, the spec's very release.
+    """
 
     verb: ClassVar[str] = "start"
 
@@ -54,6 +57,7 @@ class StartRequest:
     limit: float
     resume: str = ""
     wait_gpus: bool = False
+    current: bool = True
 
     def body(self, python: str) -> dict[str, Any]:
         """Return the request's fields; `python` is the interpreter over there."""
@@ -63,6 +67,7 @@ class StartRequest:
             "limit": self.limit,
             "resume": self.resume,
             "wait_gpus": self.wait_gpus,
+            "current": self.current,
         }
 
 

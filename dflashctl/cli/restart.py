@@ -61,7 +61,14 @@ def verb(common: Common, launch: LaunchOptions, options: RestartOptions, **train
     spec = make_spec(session, training, name=name, note=launch.note, restarted_from=old.run_id)
     settings = session.settings
     request = RestartRequest(
-        spec, settings.seconds("limit"), resume, launch.wait_gpus, old.run_id, options.now, settings.seconds("grace")
+        spec,
+        settings.seconds("limit"),
+        resume,
+        launch.wait_gpus,
+        current=not launch.deploy,
+        run=old.run_id,
+        now=options.now,
+        grace=settings.seconds("grace"),
     )
     return carry_out(session, request, talk, remember=launch.to_remember(training), as_json=common.as_json)
 

@@ -33,7 +33,8 @@ def verb(common: Common, options: LaunchOptions, **training_flags: str | None) -
     session = options.prepared(session, training, talk)
     spec = make_spec(session, training, name=options.name or "", note=options.note)
     resume = "" if resumed is None else resumed.name
-    request = StartRequest(spec, session.settings.seconds("limit"), resume, options.wait_gpus)
+    limit = session.settings.seconds("limit")
+    request = StartRequest(spec, limit, resume, options.wait_gpus, current=not options.deploy)
     remember = options.to_remember(training)
     return carry_out(session, request, talk, remember=remember, as_json=common.as_json, resumed=resumed)
 

@@ -23,6 +23,12 @@ def require_ready(
     `flags` are further ones of `python -m trainer preflight`. With `check_release` a release that was never checked with
     this interpreter is checked now, for 20 s.
     """
+    if plan.instead_of:
+        answer.say(
+            f"release {plan.release.name} is current there and is launched, not {plan.instead_of}, which was deployed from here "
+            "last: `dflashctl releases` lists them, `--deploy` ships this tree first",
+            "warning",
+        )
     problems: list[DflashError] = []
     try:
         memory_used(plan.spec.devices)

@@ -26,7 +26,8 @@ LAST = "last"
 class StartPlan:
     """Everything `start` needs, decided before anything is written.
 
-    `resume` is what the request asks for, still to be looked up; `interpreter` is None for a stand-in's own argv.
+    `resume` is what the request asks for, still to be looked up; `interpreter` is None for a stand-in's own argv;
+    `instead_of` is the release that the client took for the current one, "" where it was right.
     """
 
     spec: RunSpec
@@ -38,6 +39,7 @@ class StartPlan:
     preflight: bool
     wait_gpus: bool
     limit: float
+    instead_of: str = ""
 
     def preflight_environment(self, root: Path) -> dict[str, str]:
         return trainer_environment(self.python, root, self.release) | dict(self.spec.environment)
@@ -59,7 +61,9 @@ def read_plan(request: Request, root: RootLayout) -> StartPlan:
     spec = _spec(request.object("spec"))
     # Checked to be a run id, so it cannot leave ROOT.
     run = root.run(spec.run_id)
-    release = require_release(root, spec.release)
+    # What is current here, not what this client deployed last: a rollback typed at another one is meant for everybody.
+    release = require_release(root, "" if request.flag("current", False) else spec.release)
+    instead_of = spec.release if spec.release not in ("", release.name) else ""
     python = interpreter(request.text("python", ""))
     argv = tuple(request.words("argv"))
     if any("\0" in word for word in argv):
@@ -71,6 +75,8 @@ def read_plan(request: Request, root: RootLayout) -> StartPlan:
         argv=argv or (python, "-u", "-m", "trainer", "train", "--config-json", str(run.config)),
         environment=run_environment(python, root.path, release, run.path, spec.environment),
         release=release.name,
+        # The client knows the tree of its own release only.
+        source={} if instead_of else spec.source,
         created=time.time(),
         packages=spec.packages if asked is None else asked.versions,
         resumed_from=str(spec.config.get("resume", "")),
@@ -85,6 +91,7 @@ def read_plan(request: Request, root: RootLayout) -> StartPlan:
         preflight=request.flag("preflight", True),
         wait_gpus=request.flag("wait_gpus", False),
         limit=request.number("limit", 300.0),
+        instead_of=instead_of,
     )
 
 

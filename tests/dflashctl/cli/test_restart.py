@@ -31,8 +31,8 @@ def start(cli, *arguments):
     return json.loads(done.stdout)["run_id"]
 
 
-def restart(cli, *arguments):
-    done = cli("restart", *arguments)
+def restart(cli, *arguments, **environment):
+    done = cli("restart", *arguments, **environment)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -300,6 +300,37 @@ class TestNotice:
         tree = standin_tree()
         done = cli("start", "--root", str(cli.root), DFLASHCTL_SOURCE=str(tree))
         assert (done.returncode, "differs from the deployed" in done.stderr) == (ExitCode.PREFLIGHT, False)
+
+
+class TestSomebodyElseSwitched:
+    """Two laptops: what one makes current, by a rollback or a deploy, the other launches, and is told."""
+
+    def test_a_rollback_from_elsewhere_reaches_everybody(self, cli, standin_tree):
+        good = deploy(cli, standin_tree(name="good"))
+        mine = standin_tree("--load", "0", name="mine")
+        bad = deploy(cli, mine)
+        # The other laptop: its own state directory.
+        elsewhere = cli("rollback", "--host", "local", "--root", str(cli.root), DFLASHCTL_HOME=str(cli.directory / "b"))
+        assert elsewhere.returncode == 0, elsewhere.stderr
+        first = cli("start", "--json")
+        assert first.returncode == 0, first.stderr
+        begun = json.loads(first.stdout)
+        assert begun["release"] == good
+        assert f"release {good} is current there and is launched, not {bad}" in first.stderr
+        # What it was made of is not known here: the source of the other release would be a lie.
+        spec = json.loads(RootLayout(cli.root).run(begun["run_id"]).spec.read_text())
+        assert spec["source"] == {}
+        again = restart(cli, "--json", "--now")
+        assert json.loads(again.stdout)["release"] == good
+        shipped = restart(cli, "--json", "--now", "--deploy", DFLASHCTL_SOURCE=str(mine))
+        assert json.loads(shipped.stdout)["release"] == bad
+        assert "is current there" not in shipped.stderr
+
+    def test_where_nothing_is_current_any_more_nothing_is_launched(self, cli, standin_tree):
+        deploy(cli, standin_tree())
+        (cli.root / "current").unlink()
+        done = cli("start")
+        assert (done.returncode, "run `dflashctl deploy` first" in done.stderr) == (ExitCode.PREFLIGHT, True)
 
 
 class TestInterrupted:

@@ -217,7 +217,7 @@ def follow_latency(bed: Bed, count: int) -> list[Row]:
     # Seeded: where in the far end's pause a line falls is drawn, and drawn the same each time.
     draw = random.Random(0)
     with followed(bed) as watch:
-        begun = round(time.monotonic(), 6)
+        begun = last = round(time.monotonic(), 6)
         for _ in range(count):
             last = watch.write()
             time.sleep(draw.uniform(0.02, 0.06))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dflashctl.home import locked, replace_file
 from remote.protocol.codec import dumps, from_plain, loads_object
-from remote.protocol.errors import DflashError
+from remote.protocol.errors import DflashError, usage_error
 
 SCHEMA = 1
 
@@ -70,7 +70,15 @@ class DestinationStore:
     def current(self) -> Destination | None:
         """Return the destination of the last deploy, None before the first."""
         remembered = self.load()
-        return remembered.get(remembered.current)
+        found = remembered.get(remembered.current)
+        if found is None and remembered.current:
+            # Falling back to this machine would start a run where nobody wanted one.
+            raise usage_error(
+                f"{self.path} says that {remembered.current} is used, and does not know it",
+                cause="it was edited, or cut short",
+                hint="name the destination with --host (and --ct), or deploy again",
+            )
+        return found
 
     def get(self, host: str, ct: str) -> Destination | None:
         """Return what is remembered of one destination."""
@@ -82,6 +90,13 @@ class DestinationStore:
             with locked(self.path.with_suffix(".lock")):
                 # Read under the lock: two deploys at once must not forget one another's destination.
                 old = self.load()
+                if old.schema > SCHEMA:
+                    # It opens, but what this version does not know would be lost when it writes.
+                    raise usage_error(
+                        f"cannot write {self.path}",
+                        cause=f"a newer dflashctl wrote it (schema {old.schema}, this one knows {SCHEMA})",
+                        hint="use the newer dflashctl, or another state directory in DFLASHCTL_HOME",
+                    )
                 others = tuple(other for other in old.known if other.key != destination.key)
                 current = destination.key if make_current else old.current
                 data = dumps(Destinations(current=current, known=(*others, destination)), indent=1)

@@ -57,6 +57,9 @@ def _is_plain(text: str) -> bool:
 def _check_root(text: str) -> None:
     if not _is_plain(text):
         raise ValueError("expected a directory over there, in ASCII and without a leading dash")
+    # It becomes part of the trainer's PYTHONPATH, which is cut at each colon.
+    if ":" in text:
+        raise ValueError("a colon in its name would cut Python's search path")
 
 
 def _check_python(text: str) -> None:

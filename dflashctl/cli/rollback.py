@@ -28,6 +28,6 @@ def verb(
     OUT.line(
         dumps(result)
         if common.as_json
-        else f"release {result.release} is current on {session.label}, was {result.previous}"
+        else f"release {result.release} is current on {session.label}{f', was {result.previous}' if result.previous else ''}"
     )
     return 0

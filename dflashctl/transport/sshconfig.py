@@ -78,7 +78,12 @@ class Hop:
 
 def parse_destination(text: str) -> Address:
     """Take `[user@]host[:port]` apart; an IPv6 address with a port stands in brackets. Raises a usage error."""
-    user, at, place = text.removeprefix("ssh://").rpartition("@")
+    plain = text.removeprefix("ssh://")
+    user, at, place = plain.rpartition("@")
+    if "/" in plain:
+        raise _bad(text, "a host has no slash: a container is named with --ct")
+    if ":" in user:
+        raise _bad("USER:...@" + place, "a password has no place on a command line; keys and agents log in")
     bracketed = re.fullmatch(r"\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\](?::(.*))?", place)
     if bracketed:
         host, port = bracketed[1], bracketed[2]

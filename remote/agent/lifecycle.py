@@ -40,9 +40,14 @@ def run_ids(root: RootLayout) -> list[str]:
         return []
 
 
-def no_such_run(cause: str) -> DflashError:
+def no_such_run(cause: str, hint: str = "`dflashctl runs` lists them") -> DflashError:
     """Return the error for a run id, or any run, that is not there (exit code 3)."""
-    return DflashError("no such run", cause=cause, hint="`dflashctl runs` lists them", code=ExitCode.NO_RUN)
+    return DflashError("no such run", cause=cause, hint=hint, code=ExitCode.NO_RUN)
+
+
+def no_run_at_all(root: RootLayout) -> DflashError:
+    """Return the error of a verb that takes the last run where there is none (exit code 3)."""
+    return no_such_run(f"there is no run in {root.path}", "`dflashctl start` begins one")
 
 
 def choose_run(root: RootLayout, run_id: str) -> RunLayout | None:

@@ -7,7 +7,7 @@ import stat
 import time
 from pathlib import Path
 
-from remote.agent.lifecycle import choose_run, lifecycle_of, lives, no_such_run, readable
+from remote.agent.lifecycle import choose_run, lifecycle_of, lives, no_run_at_all, readable
 from remote.agent.tail import line_start
 from remote.agent.wire import Answer, Request
 from remote.protocol.codec import plain
@@ -31,7 +31,7 @@ def logs(request: Request, answer: Answer) -> None:
     """
     run = choose_run(RootLayout(request.root), request.text("run", ""))
     if run is None:
-        raise no_such_run(f"there is no run in {request.root}")
+        raise no_run_at_all(RootLayout(request.root))
     name = request.text("file", "train")
     with Follower(_path(run, name), name, answer) as follower:
         follower.begin(request.count("offset"), request.count("tail"), request.count("device"), request.count("inode"))

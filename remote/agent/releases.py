@@ -29,7 +29,15 @@ def switch_current(root: RootLayout, release: str) -> str:
         temporary.unlink(missing_ok=True)
         # Relative: ROOT may be bind-mounted elsewhere in a container.
         temporary.symlink_to(f"releases/{release}")
-        temporary.replace(root.current)
+        try:
+            temporary.replace(root.current)
+        except IsADirectoryError as error:
+            temporary.unlink()
+            raise preflight_error(
+                f"{root.current} is a directory",
+                cause="it should be a link to the release in use; somebody copied it, or its link was followed",
+                hint="move it away and repeat the command",
+            ) from error
         fsync_directory(root.path)
         entries = [*_history(root), {"release": release, "time": time.time()}]
         write_json(root.history, {"switches": entries[-_HISTORY_KEPT:]})

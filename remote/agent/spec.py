@@ -39,6 +39,6 @@ def _spec_of(run: RunLayout) -> RunSpec:
         raise preflight_error(
             f"run {run.run_id} does not tell its configuration",
             cause=problem or f"{run.spec} is not there",
-            hint="name a configuration with --config FILE",
+            hint="`dflashctl stop` ends it; `dflashctl start --config FILE` starts with a configuration that you name",
         )
     return spec

@@ -10,7 +10,7 @@ from pathlib import Path
 from remote.agent.aftermath import clear_remains, remove_sockets, write_exit
 from remote.agent.escalation import Escalation, Stage, kill_all
 from remote.agent.gpus import above_baseline
-from remote.agent.lifecycle import checkpoint_step, choose_run, lifecycle_of, lives, no_such_run, readable, status_of
+from remote.agent.lifecycle import checkpoint_step, choose_run, lifecycle_of, lives, no_run_at_all, readable, status_of
 from remote.agent.processes import remains
 from remote.agent.statefile import StateFile
 from remote.agent.tail import EventTail
@@ -65,7 +65,7 @@ def stop(request: Request, answer: Answer) -> None:
     """
     run = choose_run(RootLayout(request.root), request.text("run", ""))
     if run is None:
-        raise no_such_run(f"there is no run in {request.root}")
+        raise no_run_at_all(RootLayout(request.root))
     status, sentence = end_run(run, StopOrder.of(request), answer)
     answer.result({"status": plain(status), "message": sentence})
 

@@ -95,3 +95,21 @@ def test_a_directory_that_cannot_be_made_is_said(tmp_path):
     with pytest.raises(DflashError, match="cannot") as caught:
         DestinationStore(tmp_path / "file").remember(Destination(), make_current=True)
     assert "DFLASHCTL_HOME" in caught.value.hint
+
+
+def test_a_file_of_a_newer_version_is_not_written_over(tmp_path):
+    store = DestinationStore(tmp_path)
+    newer = '{"schema": 2, "current": "", "known": [], "places": {"x": 1}}'
+    store.path.write_text(newer)
+    with pytest.raises(DflashError, match="cannot write") as caught:
+        store.remember(Destination("a"), make_current=True)
+    assert "newer dflashctl" in caught.value.cause
+    assert store.path.read_text() == newer
+
+
+def test_a_current_destination_that_is_not_known_is_no_reason_to_take_this_machine(tmp_path):
+    store = DestinationStore(tmp_path)
+    store.path.write_text('{"schema": 1, "current": "10.1.2.6/999", "known": []}')
+    with pytest.raises(DflashError, match="is used, and does not know it"):
+        store.current()
+    assert store.get("10.1.2.6", "999") is None, "named on the command line it may be deployed to again"

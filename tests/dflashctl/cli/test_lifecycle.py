@@ -83,6 +83,14 @@ def test_an_unchanged_tree_sends_nothing_and_an_older_release_comes_back(cli, st
     assert (back.returncode, first["release"] in back.stdout) == (0, True), back.stderr
     assert json.loads(cli("releases", "--json").stdout)["current"] == first["release"]
     assert (cli.root / "current").readlink().name == first["release"]
+    # Somebody copied ROOT and followed its link.
+    (cli.root / "current").unlink()
+    (cli.root / "current").mkdir()
+    refused = cli("rollback", "--to", second["release"])
+    assert (refused.returncode, "is a directory" in refused.stderr) == (ExitCode.PREFLIGHT, True)
+    assert not list(cli.root.glob(".current-*"))
+    (cli.root / "current").rmdir()
+    assert cli("rollback", "--to", second["release"]).stdout == f"release {second['release']} is current on local\n"
 
 
 def test_a_second_start_is_refused_and_names_the_first(cli, standin_tree):

@@ -57,13 +57,26 @@ def test_a_destination_is_taken_apart(text, address):
 @pytest.mark.parametrize(
     "text",
     ["", "@box", "box:", "box:0", "box:65536", "box:x", "-oProxyCommand=id", "me@-box", "-me@box", "a b", "box\n"]
-    + ["$(id)", "`id`", "a;b", "me'@box", "[::1", "[::1]x", "[box]:22", "box:²"],
+    + [
+        "10.1.2.6/200",
+        "ssh://box/x",
+        "root:secret@box",
+        "$(id)",
+        "`id`",
+        "a;b",
+        "me'@box",
+        "[::1",
+        "[::1]x",
+        "[box]:22",
+        "box:²",
+    ],
 )
 def test_what_is_none_is_refused_without_contact(text):
     with pytest.raises(DflashError) as caught:
         parse_destination(text)
     assert caught.value.code == ExitCode.USAGE
     assert "[user@]host[:port]" in caught.value.hint
+    assert "secret" not in "\n".join([caught.value.error, caught.value.cause])
 
 
 @given(st.text(max_size=30))

@@ -38,6 +38,8 @@ def read_resume(session: Session, resume: str, talk: Talk) -> Resumed:
     2 for `@17`, which names a step and no run."""
     check_resume(resume)
     resumed = ask_until_answered(lambda: session.client.spec(resume), talk)
+    if resumed.passed_over:
+        ERR.line(harmless(f"run {resumed.passed_over} is newer and has no checkpoint: an earlier one is resumed"))
     ERR.line(harmless(f"resuming run {resumed.spec.run_id} at step {resumed.step}, checkpoint {resumed.checkpoint}"))
     return resumed
 

@@ -48,11 +48,15 @@ class Begun:
 
 @dataclass(frozen=True)
 class Resumed:
-    """`spec` of a checkpoint: the spec of the run that wrote it, its directory, the last step it contains."""
+    """`spec` of a checkpoint: the spec of the run that wrote it, its directory, the last step it contains.
+
+    `passed_over` is the newest run where that is another one, which has no checkpoint.
+    """
 
     spec: RunSpec
     checkpoint: str = ""
     step: int = 0
+    passed_over: str = ""
 
     @property
     def name(self) -> str:

@@ -35,6 +35,7 @@ STATE_STYLES: dict[str, str] = {
     Lifecycle.NONE: "dim",
 }
 
+_LINKED_WIDTH = 110
 _LEAST_NAME, _LONGEST_NAME = 12, 200
 """Columns of a run's name in the table of runs: even on a narrow terminal, and where there is none."""
 
@@ -143,8 +144,9 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], out: Stream) -
 def runs_lines(runs: Sequence[RunStatus], out: Stream, now: float | None = None) -> list[str]:
     """Return the table of runs, newest first."""
     now = time.time() if now is None else now
-    # A column as wide as a run id, so only where there is something in it.
-    linked = any(run.restarted_from for run in runs)
+    # A column as wide as a run id: only where there is something in it, and room for it. `status` and --json always tell.
+    roomy = not out.file.isatty() or width() >= _LINKED_WIDTH
+    linked = roomy and any(run.restarted_from for run in runs)
     rows = [
         [
             run.run_id,

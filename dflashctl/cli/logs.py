@@ -52,12 +52,13 @@ def verb(
         if not follow:
             return int(ExitCode.OK)
         # Stalls are noticed by the supervisor and stand in no log.
-        alarmed = view.alarms > 0 or bool(session.client.status(end.run or run).alarms)
+        status = session.client.status(end.run or run)
+        alarmed = view.alarms > 0 or bool(status.alarms)
     except KeyboardInterrupt:
         ERR.line("\ndetached; the run goes on: `dflashctl status`, `dflashctl stop`" if follow else "\ninterrupted")
         return int(ExitCode.INTERRUPTED)
     view.ended(end)
-    return int(ExitCode.ALARM) if alarmed else _judge(end)
+    return int(ExitCode.ALARM) if alarmed else _judge(end, status.message)
 
 
 def _pump(follower: Follower, view: LogView) -> LogEnd:
@@ -76,11 +77,12 @@ def _pump(follower: Follower, view: LogView) -> LogEnd:
     return end
 
 
-def _judge(end: LogEnd) -> int:
-    """Return the exit code that a run's end means, and say why where it is no good one."""
+def _judge(end: LogEnd, known: str) -> int:
+    """Return the exit code that a run's end means, and say why where it is no good one; `known` is what status says."""
     if end.state in ("finished", "stopped"):
         return int(ExitCode.OK)
-    message = end.exit.message if end.exit is not None else ""
+    message = (end.exit.message if end.exit is not None else "") or known
     cause = message or "no exit record says why"
-    error = DflashError(f"the run is {end.state}", cause=cause, hint="`dflashctl status` shows what is known of it")
+    hint = "`dflashctl status` shows what is known of it; `dflashctl start --resume` goes on from the last checkpoint"
+    error = DflashError(f"the run is {end.state}", cause=cause, hint=hint)
     return report(error, as_json=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from remote.agent.lifecycle import choose_run, lifecycle_of, readable
-from remote.agent.startplan import find_checkpoint
+from remote.agent.lifecycle import choose_run, lifecycle_of, readable, run_ids
+from remote.agent.startplan import LAST, find_checkpoint
 from remote.agent.wire import Answer, Request
 from remote.protocol.codec import plain
 from remote.protocol.errors import DflashError, ExitCode, preflight_error
@@ -20,7 +20,17 @@ def spec(request: Request, answer: Answer) -> None:
     root = RootLayout(request.root)
     if resume := request.text("resume", ""):
         found = find_checkpoint(root, resume)
-        answer.result({"spec": plain(_spec_of(found.run)), "checkpoint": str(found.path), "step": found.step})
+        # `last` goes back to the newest run that has a checkpoint, which the operator may take for the newest one.
+        newest = next(iter(run_ids(root)), "") if resume.partition("@")[0] == LAST else ""
+        passed_over = newest if newest != found.run.run_id else ""
+        answer.result(
+            {
+                "spec": plain(_spec_of(found.run)),
+                "checkpoint": str(found.path),
+                "step": found.step,
+                "passed_over": passed_over,
+            }
+        )
         return
     run = choose_run(root, request.text("run", ""))
     if run is None:

@@ -225,6 +225,17 @@ def test_whatever_old_runs_are_called_each_has_one_line_that_fits(names):
         assert max(map(len, runs_lines(runs, Screen("stdout"), now=1060.0))) <= 100
 
 
+@pytest.mark.parametrize(("columns", "told"), [("80", False), ("120", True)])
+def test_what_a_run_is_a_restart_of_is_told_where_there_is_room(monkeypatch, columns, told):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("NO_COLOR", "1")
+    run = dataclasses.replace(STATUS, run_id="20261130-211503-3bf1c2", restarted_from="20261130-211230-aba96c", name="")
+    table = runs_lines([run], Screen("stdout"), now=1060.0)
+    assert ("restart of" in table[0]) is told
+    assert max(map(len, table)) <= int(columns)
+    assert "restart of" in runs_lines([run], OUT)[0]
+
+
 def test_a_name_of_today_is_whole_in_a_pipe_and_cut_on_a_terminal():
     run = dataclasses.replace(STATUS, name="n" * 200)
     assert runs_lines([run], OUT)[1].endswith(" " + "n" * 200)

@@ -44,10 +44,13 @@ def _explain(host: Proxmox) -> None:
     print(f"A Proxmox host is up: {HOST} as this ssh configuration has it, on loopback. In another terminal:\n")
     print(f"    export DFLASHCTL_SSH_CONFIG={host.ssh_config('root')}")
     print(f"    dflashctl deploy --host {HOST} --ct 200 --python {host['200'].python}\n")
+    if DEMO_TARGET.is_dir():
+        data = "/workspace/dflashctl/current/templates/demo/replies.jsonl.gz"
+        print(f"    dflashctl start --config templates/demo.toml --target-model {_TARGET_INSIDE} --data-dir {data}\n")
     print("Containers: 200 privileged, 201 unprivileged, 202 stopped, 203 stopped and locked, 299 on another node.")
     print(f"A user who may only `sudo -n /usr/sbin/pct`: {host.ssh_config('ops')}")
-    if DEMO_TARGET.is_dir():
-        print(f"The demo's target, in 200 and 201: {_TARGET_INSIDE}")
+    if not DEMO_TARGET.is_dir():
+        print("After `make demo` they also have the demo's target, for a real run.")
     print("Ctrl-C ends it and removes everything.", flush=True)
 
 

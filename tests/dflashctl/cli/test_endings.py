@@ -56,6 +56,12 @@ def test_with_everything_killed_the_run_is_lost_and_the_next_one_starts(cli, run
     followed = cli("logs", "--follow", "--json")
     assert followed.returncode == ExitCode.FAILED
     assert json.loads(followed.stdout.splitlines()[-1])["state"] == "lost"
+    # What status knows of it, and the way on.
+    message = json.loads(cli("status", "--json").stdout)["message"]
+    told = cli("logs", "-f")
+    assert message
+    assert message in told.stderr
+    assert "start --resume" in told.stderr
     assert cli("stop").returncode == 0
     assert cli("start").returncode == 0
 

@@ -51,7 +51,9 @@ class Cli:
 
     def environment(self, **extra: str) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("DFLASHCTL_")}
-        kept.pop("NO_COLOR", None)
+        # What a terminal, or a test runner, may have set.
+        for name in ("NO_COLOR", "COLUMNS", "LINES"):
+            kept.pop(name, None)
         return kept | {"DFLASHCTL_HOME": str(self.home), "PYTHONPATH": str(REPOSITORY)} | extra
 
     def command(self, *arguments: str) -> list[str]:

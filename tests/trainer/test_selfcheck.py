@@ -84,7 +84,7 @@ def test_this_tree_passes_and_trains_the_toy() -> None:
 
 def test_an_undefined_name_is_refused_before_anything_is_trained(copied: Path) -> None:
     file = copied / "trainer" / "pipeline" / "session.py"
-    file.write_text(file.read_text().replace("self._blocks(packed.row)", "batch_bucket_ids(packed.row)"))
+    file.write_text(file.read_text().replace("self._blocks(packed.row)", "batch_bucket_ids(packed.row)", 1))
     done = run_selfcheck(copied)
     said = last_object(done.stdout)
     assert done.returncode == 7

@@ -393,15 +393,16 @@ def test_the_ring_that_the_old_run_gives_back_is_measured_by_what_its_ranks_map(
     run.create()
     lock = acquire(run.run_lock, LockKind.SHARED)
     write_pidfile(run.rank_pid(0), ProcessIdentity.of())
-    assert ring_bytes(run) == 0
+    # A test runner's workers map semaphores that have no name either.
+    before = ring_bytes(run)
     path = Path(f"/dev/shm/dflash-test-{os.getpid()}")
     with path.open("w+b") as file:
         file.truncate(1 << 20)
         with mmap.mmap(file.fileno(), 1 << 20):
             # As long as it has a name, it does not go with the processes that map it.
-            assert ring_bytes(run) == 0
+            assert ring_bytes(run) == before
             path.unlink()
-            assert ring_bytes(run) == 1 << 20
+            assert ring_bytes(run) == before + (1 << 20)
     os.close(lock)
     assert ring_bytes(run) == 0
 

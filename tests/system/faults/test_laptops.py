@@ -68,7 +68,9 @@ class TestTwoAtOnce:
 
     def test_what_one_deploys_the_other_does_not_start_unknowingly(self, laptop, other, tree, other_tree):
         mine, theirs = laptop.deploy(tree), other.deploy(other_tree)
-        assert laptop.answer("start")["release"] == mine != theirs
+        started = laptop("start", "--json")
+        assert (started.returncode, json.loads(started.stdout)["release"]) == (0, theirs), started.stderr
+        assert f"release {theirs} is current there and is launched, not {mine}" in started.stderr
         laptop.answer("stop")
 
 

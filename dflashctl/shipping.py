@@ -41,9 +41,6 @@ def ship(session: Session, tree: Source, talk: Talk, *, selfcheck: bool = True) 
         dirty=origin["dirty"],
     )
     session.remember(known, make_current=True)
-    if result.changed:
-        # Said as it happens: a start that is refused after this has switched it all the same.
-        talk.say(f"release {release.id} is current now{f', was {result.previous}' if result.previous else ''}")
     _keep_manifest(_manifests(session), release)
     return result, session.after_deploy(known)
 

@@ -63,7 +63,12 @@ class LaunchOptions:
         for line in plan_lines(training, ERR):
             ERR.line(line)
         if self.deploy:
-            return ship(session, tree_here(session), talk)[1]
+            result, session = ship(session, tree_here(session), talk)
+            if result.changed:
+                # Said as it happens: a start that is refused after this has switched it all the same.
+                was = f", was {result.previous}" if result.previous else ""
+                talk.say(f"release {result.release} is current now{was}")
+            return session
         if notice := difference(session):
             ERR.line(harmless(notice))
         return session

@@ -63,7 +63,9 @@ class Step(Event):
     step: int = metric("optimizer step, counted from 1", line="d")
     total_steps: int = metric("optimizer steps of the whole run", line="d")
     epoch: int = metric("epoch of the step's first micro-batch, counted from 0", line="d")
-    loss: float = metric("weighted loss of the objective over all ranks and micro-batches of the step", unit="nats", line=".4f")
+    loss: float = metric(
+        "weighted loss of the objective over all ranks and micro-batches of the step", unit="nats", line=".4f"
+    )
     accuracy: float = metric("share of supervised positions whose argmax is the label", line=".4f")
     accuracy_by_row: tuple[float, ...] = metric("accuracy of block rows 1 to block size - 1", default=())
     accept_len: float = metric(

@@ -38,7 +38,9 @@ def data_files(path: Path) -> list[Path]:
             raise _unknown(path, f"the name ends in {path.suffix or 'nothing'}")
         return [path]
     if not path.is_dir():
-        raise preflight_error(f"no data at {path}", cause="the path does not exist", hint="name where the data are with --data-dir")
+        raise preflight_error(
+            f"no data at {path}", cause="the path does not exist", hint="name where the data are with --data-dir"
+        )
     if (path / "dataset_dict.json").is_file():
         path = _split(path)
     if (path / "state.json").is_file():

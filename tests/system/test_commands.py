@@ -131,7 +131,7 @@ def test_the_demo_s_drafter_is_trained_inside_a_container(operate, real_proxmox,
     data = "/workspace/dflashctl/current/templates/demo/replies.jsonl.gz"
     where = f"--target-model /opt/target --data-dir {data}"
     started = operator.ok(f"start --config {REPOSITORY}/templates/demo.toml {where} --max-steps 16", timeout=300)
-    assert re.match(r"step 1, loss [\d.]+, 1 target / 1 drafter", started.stdout)
+    assert re.match(r"step 1, loss [\d.]+, 2 targets / 1 drafter", started.stdout)
     followed = operator.ok("logs --follow", timeout=300)
     assert " finished at step 16" in followed.stdout.splitlines()[-1]
     status = operator.json("status")

@@ -40,7 +40,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_drafter_drafts(demo: Path) -> None:
     figures = json.loads((demo / "summary.json").read_text())
     assert figures["acceptance_untrained"] < 1.1
-    assert figures["acceptance_trained"] >= 1.5
+    # Seen: 2.032 on two idle cores; the numbers do not depend on the load.
+    assert figures["acceptance_trained"] >= 2.0
     assert figures["loss_last"] < figures["loss_first"]
     assert figures["identical_count"] == figures["prompts"] == 16
     assert figures["identical"] is True

@@ -13,13 +13,23 @@ from pathlib import Path
 
 
 def on_terminal(
-    command: Sequence[str], environment: Mapping[str, str], directory: Path, columns: int = 120
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    directory: Path,
+    columns: int = 120,
+    typed: str | None = None,
 ) -> tuple[int, str]:
-    """Run `command` with stdout on a terminal; return its exit code and what the terminal got."""
+    """Run `command` with stdout on a terminal; return its exit code and what the terminal got.
+
+    With `typed`, which is there before it asks, stdin and stderr are the terminal as well.
+    """
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    stdin, stderr = (None, subprocess.DEVNULL) if typed is None else (theirs, theirs)
+    if typed is not None:
+        os.write(mine, typed.encode())
     with subprocess.Popen(
-        command, stdout=theirs, stderr=subprocess.DEVNULL, env=dict(environment), cwd=directory
+        command, stdin=stdin, stdout=theirs, stderr=stderr, env=dict(environment), cwd=directory
     ) as process:
         os.close(theirs)
         seen = b""

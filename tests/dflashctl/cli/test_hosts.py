@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import stat
-import subprocess
 
 import pytest
 from sshoperator import Operator
@@ -15,6 +12,7 @@ from testbed.sshd import Sshd, missing_sshd
 
 from dflashctl.destinations import Destination, DestinationStore
 from remote.protocol.errors import ExitCode
+from tests.dflashctl.terminal import on_terminal
 
 pytestmark = pytest.mark.skipif(bool(missing_sshd()), reason=missing_sshd())
 
@@ -47,25 +45,8 @@ def trust(cli, operator, sshd):
 
 def at_a_terminal(cli, answer, *arguments, **environment):
     """Run a command line with all three streams on a terminal, where somebody types `answer`."""
-    mine, theirs = pty.openpty()
-    os.write(mine, answer.encode())
-    with subprocess.Popen(
-        cli.command(*arguments),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        cwd=cli.directory,
-        env=cli.environment(TERM="xterm", **environment),
-    ) as process:
-        os.close(theirs)
-        seen = b""
-        try:
-            while piece := os.read(mine, 1 << 16):
-                seen += piece
-        except OSError:  # Linux says EIO where the last writer has gone
-            pass
-    os.close(mine)
-    return process.returncode, seen.decode()
+    environment = cli.environment(TERM="xterm", **environment)
+    return on_terminal(cli.command(*arguments), environment, cli.directory, typed=answer)
 
 
 def connects(operator, sshd):

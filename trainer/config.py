@@ -89,6 +89,7 @@ class TrainConfig:
     dtype: str = _key("bfloat16", "type of weights and states in computation; masters are float32 at least", group="layout", choices=("bfloat16", "float32", "float64"))
     threads: int = _key(0, "CPU threads of each rank; 0: cores divided by ranks", group="layout", low=0)
 
+    attention_backend: str = _key("auto", "auto: flex_attention on a GPU where it compiles and agrees with dense, else dense", group="pipeline", choices=("auto", "dense", "flex"))
     transfer: str = _key("async", "hand states over asynchronously; sync is the reference", group="pipeline", choices=("async", "sync"))
     split_fc: str = _key("off", "keep the captured layers separate instead of one packed tensor", group="pipeline", choices=ON_OFF)
     ring_mib: int = _key(4096, "bound on states in flight on this machine", group="pipeline", unit="MiB", low=1)
@@ -169,6 +170,8 @@ def _rules(c: TrainConfig) -> list[tuple[bool, str, str, str]]:
          "layer ids must ascend", "sort them and name each once"),
         (bool(c.layer_types) and len(c.layer_types) != c.drafter_layers, "layer_types",
          f"drafter_layers is {c.drafter_layers}", "name one kind for each layer, or none"),
+        (c.attention_backend == "flex" and c.device == "cpu", "attention_backend",
+         "flex_attention has no backward on a CPU", "leave it at auto, or set dense"),
         (c.max_grad_norm == 0, "max_grad_norm", "every gradient would become zero", "use a large value to switch clipping off"),
     ]  # fmt: skip
 

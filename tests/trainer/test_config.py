@@ -160,6 +160,7 @@ def test_a_toml_boolean_is_on_or_off() -> None:
         ({"target_layer_ids": [3, 1]}, "target_layer_ids"),
         ({"target_layer_ids": [1, 1]}, "target_layer_ids"),
         ({"layer_types": ["full"] * 4}, "layer_types"),
+        ({"attention_backend": "flex", "device": "cpu"}, "attention_backend"),
         ({"max_grad_norm": 0}, "max_grad_norm"),
     ],
 )

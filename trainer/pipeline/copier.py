@@ -8,6 +8,7 @@ until the copy's mark fired.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -20,6 +21,10 @@ class Mark(Protocol):
 
     def wait_host(self) -> None:
         """Block the calling thread until all work before the mark is done."""
+        ...
+
+    def seconds(self) -> float:
+        """Return how long the copy that ends at the mark was under way, 0.0 for a mark that ends none. After `wait_host` only."""
         ...
 
 
@@ -42,8 +47,14 @@ class Copier(Protocol):
 class _Done:
     """The mark of work that is already done."""
 
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+
     def wait_host(self) -> None:
         return
+
+    def seconds(self) -> float:
+        return self._seconds
 
 
 class HostCopier:
@@ -54,19 +65,24 @@ class HostCopier:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Mark) -> Mark:
         after.wait_host()
+        began = time.monotonic()
         destination.copy_(source)
-        return _Done()
+        return _Done(time.monotonic() - began)
 
     def beside(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
 class _CudaMark:
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, began: torch.cuda.Event | None = None) -> None:
         self.event = event
+        self._began = began
 
     def wait_host(self) -> None:
         self.event.synchronize()
+
+    def seconds(self) -> float:
+        return 0.0 if self._began is None else self._began.elapsed_time(self.event) / 1e3
 
 
 class CudaCopier:
@@ -82,13 +98,15 @@ class CudaCopier:
         return _CudaMark(event)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Mark) -> Mark:
-        done = torch.cuda.Event()
+        began, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         if isinstance(after, _CudaMark):
             self._stream.wait_event(after.event)
         with torch.cuda.stream(self._stream):
+            # Behind the wait: what the producer takes is no time of the copy.
+            began.record(self._stream)
             destination.copy_(source, non_blocking=True)
             done.record(self._stream)
-        return _CudaMark(done)
+        return _CudaMark(done, began)
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from trainer.pipeline.pulse import Pulse
+
 _MESSAGE = struct.Struct("<IIQ")
 
 
@@ -45,30 +47,37 @@ class SlotMessage:
 
 
 class PeerDied(Exception):
-    """The process at the other end of a pair ended without saying goodbye."""
+    """The process at the other end of a pair ended without saying goodbye. `rank`: its global rank, -1 if unknown."""
+
+    def __init__(self, peer: str, rank: int = -1) -> None:
+        super().__init__(peer)
+        self.rank = rank
 
 
 class PairChannel:
-    """A connected pair socket."""
+    """A connected pair socket. `rank` is the peer's; `pulse` is told of every wait for it."""
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
+    def __init__(self, connection: socket.socket, peer: str, *, rank: int = -1, pulse: Pulse | None = None) -> None:
         self._socket = connection
         self._peer_left = False
+        self._pulse = pulse or Pulse()
         self.peer = peer
+        self.rank = rank
 
     def send(self, message: SlotMessage) -> None:
         """Send a message. Raises PeerDied."""
         try:
             self._socket.send(message.pack())
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise PeerDied(self.peer) from error
+            raise PeerDied(self.peer, self.rank) from error
 
     def receive(self) -> SlotMessage:
         """Wait for the next message. Raises PeerDied at the end of the stream."""
         try:
-            data = self._socket.recv(_MESSAGE.size + 1)
+            with self._pulse.waiting(self.peer):
+                data = self._socket.recv(_MESSAGE.size + 1)
         except ConnectionResetError as error:
-            raise PeerDied(self.peer) from error
+            raise PeerDied(self.peer, self.rank) from error
         return self._parse(data)
 
     def poll(self) -> SlotMessage | None:
@@ -78,12 +87,12 @@ class PairChannel:
         except BlockingIOError:
             return None
         except ConnectionResetError as error:
-            raise PeerDied(self.peer) from error
+            raise PeerDied(self.peer, self.rank) from error
         return self._parse(data)
 
     def _parse(self, data: bytes) -> SlotMessage:
         if not data:
-            raise PeerDied(self.peer)
+            raise PeerDied(self.peer, self.rank)
         message = SlotMessage.unpack(data)
         self._peer_left = self._peer_left or message.kind is MessageKind.BYE
         return message
@@ -118,23 +127,25 @@ def listen(address: Path) -> socket.socket:
     return listener
 
 
-def accept(listener: socket.socket, peer: str, timeout: float) -> PairChannel:
+def accept(
+    listener: socket.socket, peer: str, timeout: float, *, rank: int = -1, pulse: Pulse | None = None
+) -> PairChannel:
     """Accept the peer and close the listener. Raises TimeoutError after `timeout` seconds."""
     with listener:
         listener.settimeout(timeout)
         connection, _ = listener.accept()
     connection.setblocking(True)
-    return PairChannel(connection, peer)
+    return PairChannel(connection, peer, rank=rank, pulse=pulse)
 
 
-def connect(address: Path, peer: str, timeout: float) -> PairChannel:
+def connect(address: Path, peer: str, timeout: float, *, rank: int = -1, pulse: Pulse | None = None) -> PairChannel:
     """Connect to a peer that may not listen yet. Raises TimeoutError after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect(str(address))
-            return PairChannel(connection, peer)
+            return PairChannel(connection, peer, rank=rank, pulse=pulse)
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
             if time.monotonic() > deadline:

@@ -146,3 +146,14 @@ def test_both_ends_give_up_on_a_peer_that_never_comes(tmp_path: Path) -> None:
         channel.connect(tmp_path / "nobody", "drafter 3", 0.05)
     with pytest.raises(TimeoutError):
         channel.accept(channel.listen(tmp_path / "pair"), "target 0", 0.05)
+
+
+def test_a_lost_peer_is_named_with_its_rank() -> None:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    end = PairChannel(near, "drafter 0 (rank 5)", rank=5)
+    far.close()
+    for lost in (end.receive, end.poll, lambda: end.send(BYE)):
+        with pytest.raises(PeerDied, match=r"drafter 0 \(rank 5\)") as caught:
+            lost()
+        assert caught.value.rank == 5
+    end.close()

@@ -13,13 +13,13 @@ WAIT = "wait_"
 
 
 @dataclass(frozen=True)
-class _Activity:
-    what: str
-    whom: str = ""
+class _Wait:
+    thread: str
+    whom: str
 
 
 class Pulse:
-    """The open stages and waits of a rank, by thread. Whatever begins or ends is a sign that the rank gets on.
+    """The stage of a rank, and what its threads wait for. Whatever begins or ends is a sign that the rank gets on.
 
     Only what waits for another rank says so (`waiting`): a rank that stands still in any other place is itself the cause.
     """
@@ -28,9 +28,10 @@ class Pulse:
         """Make it in the main thread, whose stages are the rank's."""
         self._now = now
         self._main = threading.get_ident()
-        self._open: dict[int, list[_Activity]] = {}
-        self._names: dict[int, str] = {}
+        self._waits: dict[int, _Wait] = {}
         self._lock = threading.Lock()
+        self.stage = ""
+        """The stage that the main thread is in, "" outside of all."""
         self.moved = now()
         """When the rank last got on, in seconds of the monotonic clock, which all processes of a machine share."""
 
@@ -38,46 +39,44 @@ class Pulse:
         """Say that the rank gets on."""
         self.moved = self._now()
 
-    def stage(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the calling thread works on `name`."""
-        return self._during(_Activity(name))
-
-    def waiting(self, whom: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the calling thread can only wait for another rank, `whom`."""
-        return self._during(_Activity(f"waits for {whom}", whom))
+    def turn_to(self, stage: str) -> None:
+        """Say what the main thread works on from now on."""
+        self.stage = stage
+        self.beat()
 
     @contextlib.contextmanager
-    def _during(self, activity: _Activity) -> Iterator[None]:
+    def waiting(self, whom: str) -> Iterator[None]:
+        """Be in a place where the calling thread can only wait for another rank, `whom`."""
         thread = threading.get_ident()
         with self._lock:
-            self._names[thread] = threading.current_thread().name
-            self._open.setdefault(thread, []).append(activity)
+            outer = self._waits.get(thread)
+            self._waits[thread] = _Wait(threading.current_thread().name, whom)
         self.beat()
         try:
             yield
         finally:
             with self._lock:
-                self._open[thread].pop()
+                del self._waits[thread]
+                if outer is not None:
+                    self._waits[thread] = outer
             self.beat()
-
-    def _innermost(self) -> dict[int, _Activity]:
-        with self._lock:
-            return {thread: stack[-1] for thread, stack in self._open.items() if stack}
 
     def awaited(self) -> str:
         """Return for whom the rank waits, "" when it has work of its own to do."""
-        innermost = self._innermost()
-        main = innermost.pop(self._main, None)
-        if main is None or main.whom:
-            return main.whom if main else ""
-        if not main.what.startswith(WAIT):
+        with self._lock:
+            waits = dict(self._waits)
+        main = waits.pop(self._main, None)
+        if main is not None:
+            return main.whom
+        if not self.stage.startswith(WAIT):
             return ""
         # The main thread waits for one of ours: that one may itself stand still, in a copy for instance.
-        return next((each.whom for each in innermost.values() if each.whom), "")
+        return next((each.whom for each in waits.values()), "")
 
     def doing(self) -> str:
-        """Return the innermost stage of each thread, the main one first: 'wait_buffer; publisher: waits for drafter 0'."""
-        innermost = self._innermost()
-        main = innermost.pop(self._main, None)
-        others = [f"{self._names[thread]}: {each.what}" for thread, each in innermost.items()]
-        return "; ".join([main.what if main else "between two stages", *others])
+        """Return the stage and what the other threads wait for: 'wait_buffer; publisher waits for drafter 0 (rank 1)'."""
+        with self._lock:
+            waits = dict(self._waits)
+        waits.pop(self._main, None)
+        others = [f"{each.thread} waits for {each.whom}" for each in waits.values()]
+        return "; ".join([self.stage or "between two stages", *others])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -28,13 +28,12 @@ def clock() -> Clock:
 
 
 @contextmanager
-def elsewhere(enter: Callable[[ExitStack], None], name: str) -> Iterator[None]:
-    """Let another thread of the rank stand inside what `enter` enters."""
+def elsewhere(pulse: Pulse, whom: str, name: str) -> Iterator[None]:
+    """Let another thread of the rank wait for somebody."""
     inside, leave = threading.Event(), threading.Event()
 
     def stand() -> None:
-        with ExitStack() as stack:
-            enter(stack)
+        with pulse.waiting(whom):
             inside.set()
             leave.wait()
 
@@ -49,64 +48,58 @@ def elsewhere(enter: Callable[[ExitStack], None], name: str) -> Iterator[None]:
 def test_whatever_begins_or_ends_is_progress(clock: Clock) -> None:
     pulse = Pulse(clock)
     seen = [pulse.moved]
-    for time, context in ((1.0, pulse.stage("forward")), (5.0, pulse.waiting("drafter 0"))):
-        clock.time = time
-        with context:
-            seen.append(pulse.moved)
-            clock.time += 1
+    clock.time = 1.0
+    pulse.turn_to("forward")
+    seen.append(pulse.moved)
+    clock.time = 5.0
+    with pulse.waiting("drafter 0"):
         seen.append(pulse.moved)
+        clock.time = 6.0
+    seen.append(pulse.moved)
     clock.time = 9.0
     pulse.beat()
-    assert [*seen, pulse.moved] == [0.0, 1.0, 2.0, 5.0, 6.0, 9.0]
-
-
-def test_the_innermost_stage_is_what_it_does() -> None:
-    pulse = Pulse()
-    assert pulse.doing() == "between two stages"
-    with pulse.stage("held_out"):
-        with pulse.stage("pack"):
-            assert pulse.doing() == "pack"
-        assert pulse.doing() == "held_out"
-        with pytest.raises(ValueError), pulse.stage("read"):
-            raise ValueError
-        assert pulse.doing() == "held_out"
-    assert pulse.doing() == "between two stages"
+    assert [*seen, pulse.moved] == [0.0, 1.0, 5.0, 6.0, 9.0]
 
 
 def test_only_a_wait_for_another_rank_excuses() -> None:
     pulse = Pulse()
+    assert (pulse.awaited(), pulse.doing()) == ("", "between two stages")
+    pulse.turn_to("all_reduce")
     assert pulse.awaited() == ""
-    with pulse.stage("target_forward"):
-        assert pulse.awaited() == ""
+    with pulse.waiting("the other drafters"):
         with pulse.waiting("drafter 0 (rank 1)"):
             assert pulse.awaited() == "drafter 0 (rank 1)"
-        assert pulse.awaited() == ""
+        assert pulse.awaited() == "the other drafters"
+        assert pulse.doing() == "all_reduce"
+    assert pulse.awaited() == ""
+    with pytest.raises(ValueError), pulse.waiting("drafter 0"):
+        raise ValueError
+    assert pulse.awaited() == ""
 
 
 def test_a_wait_for_a_thread_of_ours_is_excused_by_what_that_thread_does() -> None:
     pulse = Pulse()
-    with pulse.stage("wait_buffer"):
-        assert pulse.awaited() == ""  # the publisher copies: a copy that hangs is our own
-        with elsewhere(lambda stack: stack.enter_context(pulse.stage("copy_out")), "publisher"):
-            assert (pulse.awaited(), pulse.doing()) == ("", "wait_buffer; publisher: copy_out")
-        with elsewhere(lambda stack: stack.enter_context(pulse.waiting("drafter 0 (rank 1)")), "publisher"):
-            assert pulse.awaited() == "drafter 0 (rank 1)"
-            assert pulse.doing() == "wait_buffer; publisher: waits for drafter 0 (rank 1)"
+    pulse.turn_to("wait_buffer")
+    assert pulse.awaited() == ""  # the publisher copies: a copy that hangs is our own
+    with elsewhere(pulse, "drafter 0 (rank 1)", "publisher"):
+        assert pulse.awaited() == "drafter 0 (rank 1)"
+        assert pulse.doing() == "wait_buffer; publisher waits for drafter 0 (rank 1)"
+    assert pulse.awaited() == ""
 
 
 def test_work_of_the_main_thread_is_not_excused_by_a_thread_that_waits() -> None:
     pulse = Pulse()
-    with (
-        pulse.stage("forward"),
-        elsewhere(lambda stack: stack.enter_context(pulse.waiting("target 0 (rank 0)")), "prefetch"),
-    ):
+    pulse.turn_to("forward")
+    with elsewhere(pulse, "target 0 (rank 0)", "prefetch"):
         assert pulse.awaited() == ""
 
 
 def test_stages_of_the_clock_are_told(clock: Clock) -> None:
-    pulse = Pulse(clock)
-    stages = StageClock(pulse)
+    stages = StageClock()
+    stages.pulse = pulse = Pulse(clock)
     clock.time = 3.0
-    with stages.stage("pack"):
-        assert (pulse.doing(), pulse.moved) == ("pack", 3.0)
-    assert stages.read(role="target", device="cpu", rank=0).stages.keys() == {"pack"}
+    with stages.stage("held_out"):
+        with stages.stage("pack"):
+            assert (pulse.stage, pulse.moved) == ("pack", 3.0)
+        assert pulse.stage == "held_out"
+    assert pulse.stage == ""

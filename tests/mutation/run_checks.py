@@ -47,7 +47,7 @@ def fixed_target() -> tuple[Target, torch.Tensor, tuple[torch.Tensor, ...]]:
 
 def check_capture() -> None:
     target, ids, hidden_states = fixed_target()
-    for layer, states in zip((1, 3), target.capture(ids, [7, 7]), strict=True):
+    for layer, states in zip((1, 3), target.capture(ids), strict=True):
         torch.testing.assert_close(states, hidden_states[layer + 1], rtol=0, atol=0)
 
 

@@ -58,7 +58,7 @@ def trained(path, layers, steps=40, learning_rate=5e-3):
         start_from_target(drafter, *last_layers(facts, count))
     decoder = decoder_of(path, config.target_layer_ids)
     texts = [[*prompt, *reply] for prompt, reply in zip(PROMPTS, alone(decoder, PROMPTS, 24, GREEDY), strict=True)]
-    states = [torch.cat(decoder.target.capture(torch.tensor([text]), [len(text)]), dim=-1)[0] for text in texts]
+    states = [torch.cat(decoder.target.capture(torch.tensor([text])), dim=-1)[0] for text in texts]
     lengths = [len(text) for text in texts]
     optimizer = torch.optim.Adam(drafter.parameters(), lr=learning_rate)
     for epoch in range(steps):

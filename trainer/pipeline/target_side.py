@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from trainer.data.schedule import MicroBatch
+from trainer.pipeline.checksum import captured_checksum
 from trainer.pipeline.copier import Copier
 from trainer.pipeline.handover import Sender, StreamClosed
 from trainer.pipeline.held_out import FIRST_BATCH
@@ -43,15 +44,22 @@ class Producer:
         with self._clock.stage("read"):
             return reader.read(micro_batch)
 
-    def states(self, read: ReadRow, buffer: PackBuffer) -> torch.Tensor:
-        """Run the target and pack what it captured into `buffer`, on the same stream (rule 1)."""
+    def states(
+        self, read: ReadRow, buffer: PackBuffer, *, verify: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the target and pack what it captured into `buffer`, on the same stream (rule 1).
+
+        With `verify` the checksum that the states must have comes with them, made from the captured outputs themselves.
+        """
         with self._clock.stage("target_forward"):
-            captured = self.target.capture(read.padded.to(self._device), read.lengths)
+            captured = self.target.capture(read.padded.to(self._device))
         with self._clock.stage("pack"):
             # The captured outputs die with this frame, before the next forward (rule 11).
-            states = buffer.pack(captured, read.lengths, len(read.row.input_ids))
+            tokens = len(read.row.input_ids)
+            states = buffer.pack(captured, read.lengths, tokens)
+            check = captured_checksum(captured, read.lengths, tokens, split=buffer.split) if verify else None
         self._clock.add_tokens(read.row.tokens)
-        return states
+        return states, check
 
     def verifies(self, batch: int) -> bool:
         return self._verify == "all" or (self._verify == "sample" and is_sampled(batch))
@@ -71,8 +79,8 @@ def produce(
             read = producer.read(micro_batch)
             with clock.stage("wait_buffer"):
                 buffer = sender.buffer()
-            states = producer.states(read, buffer)
-            packed = PackedStates.of(buffer, states, copier, verify=producer.verifies(micro_batch.b))
+            states, check = producer.states(read, buffer, verify=producer.verifies(micro_batch.b))
+            packed = PackedStates.of(buffer, states, copier, check)
             with clock.stage("publish"):
                 sender.send(packed, read.row, micro_batch.drafter)
             timer.tick()
@@ -98,7 +106,7 @@ class SharedReceiver:
 
     def make(self, read: ReadRow) -> PackedRow:
         """Run the target on what was read. The row's states are overwritten by the next call."""
-        states = self._producer.states(read, self._buffer)
+        states, _ = self._producer.states(read, self._buffer)
         return PackedRow(read.row, as_states(states, split=self._buffer.split))
 
     def release(self, row: PackedRow) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,22 +21,17 @@ class Target:
         self.target_layer_ids = target_layer_ids
 
     @torch.no_grad()
-    def capture(self, input_ids: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> list[torch.Tensor]:
+    def capture(self, input_ids: torch.Tensor) -> list[torch.Tensor]:
         """Return the output of each captured layer, L tensors [k, Lmax, H], for right-padded i64[k, Lmax].
 
-        `lengths` i64[k] counts real tokens; states at padding are meaningless. Padding is on the right because the
-        recurrent state of a hybrid target must see every real token first. The caller drops the tensors when packed.
+        States at padding are meaningless. The caller drops the tensors when packed.
         """
-        mask = self._real(input_ids, lengths) if self.facts.hybrid else None
+        # Without a mask: attention, convolution and recurrence look back only, so that padding on the right reaches no real
+        # token. transformers asks a mask's values on the host, three times a forward, which then waits for the GPU; and
+        # attention without one takes the causal kernel, 8% of the demo's target forward.
         with self.capturing() as captured:
-            self.stack(input_ids=input_ids, attention_mask=mask, use_cache=False)
+            self.stack(input_ids=input_ids, attention_mask=None, use_cache=False)
         return captured
-
-    def _real(self, input_ids: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        """Return i64[k, Lmax], 1 on real tokens. Recurrent layers need it; causal ones never look right, where padding is,
-        and without a mask their attention takes the causal kernel: 8% of the demo's target forward."""
-        steps = torch.arange(input_ids.shape[1], device=input_ids.device)
-        return (steps < torch.as_tensor(lengths, device=input_ids.device)[:, None]).long()
 
     @contextmanager
     def capturing(self) -> Iterator[list[torch.Tensor]]:

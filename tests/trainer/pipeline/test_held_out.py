@@ -73,7 +73,7 @@ def alone(config: TrainConfig, checkpoint: Path) -> tuple[float, float, float]:
             seed=config.seed, epoch=0, num_anchors=config.num_anchors, row_budget=400 * 4, block_size=4, mask_token_id=3,
             gamma=gamma_for(4),
         )  # fmt: skip
-        states = torch.cat(target.capture(torch.tensor(document.input_ids[None]).long(), [length]), dim=-1)[0]
+        states = torch.cat(target.capture(torch.tensor(document.input_ids[None]).long()), dim=-1)[0]
         sums = drafter_forward(drafter, embed, head, states, blocks, num_target_layer_ids=2, chunk_rows=64)
         total += torch.cat([torch.stack([sums.loss_sum.detach(), sums.weight_sum]), sums.metrics[:4]])
     loss, weight, correct, supervised, accepted, count = total.tolist()

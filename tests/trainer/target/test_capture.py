@@ -35,7 +35,7 @@ def tokens(*shape):
 def test_id_i_is_hidden_states_i_plus_one(make_target, architecture):
     path = make_target(architecture)
     input_ids = tokens(2, 11)
-    captured = load(path).capture(input_ids, [11, 11])
+    captured = load(path).capture(input_ids)
     reference = hidden_states(path, architecture, input_ids)
     assert len(captured) == 3
     for layer, states in zip(IDS, captured, strict=True):
@@ -49,9 +49,9 @@ def test_a_padded_batch_equals_each_sequence_alone(make_target, architecture):
     lengths = [7, 13, 1, 4]
     batch = tokens(4, 13)
     padded = batch.masked_fill(torch.arange(13) >= torch.tensor(lengths)[:, None], 2)
-    captured = target.capture(padded, torch.tensor(lengths))
+    captured = target.capture(padded)
     for row, length in enumerate(lengths):
-        alone = target.capture(batch[row : row + 1, :length], [length])
+        alone = target.capture(batch[row : row + 1, :length])
         for together, own in zip(captured, alone, strict=True):
             # States reach 50 here, so that float32 rounds at 1e-5.
             torch.testing.assert_close(together[row, :length], own[0], rtol=1e-5, atol=5e-5)
@@ -65,7 +65,7 @@ def test_layers_behind_the_last_captured_one_are_not_there(make_target):
 
 def test_the_target_is_frozen_and_leaves_no_hook(make_target):
     target = load(make_target())
-    captured = target.capture(tokens(1, 5), [5])
+    captured = target.capture(tokens(1, 5))
     assert not any(parameter.requires_grad for parameter in target.stack.parameters())
     assert not any(module._forward_hooks for module in target.stack.modules())
     assert not target.stack.training
@@ -75,13 +75,13 @@ def test_the_target_is_frozen_and_leaves_no_hook(make_target):
 def test_dtype_is_that_asked_for(make_target):
     target = load(make_target(), dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in target.stack.parameters()} == {torch.bfloat16}
-    assert target.capture(tokens(1, 5), [5])[0].dtype is torch.bfloat16
+    assert target.capture(tokens(1, 5))[0].dtype is torch.bfloat16
 
 
 def test_shards_load_like_one_file(make_target):
     input_ids = tokens(1, 9)
     whole, shards = (load(make_target(**kind)) for kind in ({}, {"max_shard_size": "20KB"}))
-    for one, other in zip(whole.capture(input_ids, [9]), shards.capture(input_ids, [9]), strict=True):
+    for one, other in zip(whole.capture(input_ids), shards.capture(input_ids), strict=True):
         assert torch.equal(one, other)
 
 

@@ -36,7 +36,7 @@ def with_uneven_norm(path, tmp_path):
 def test_they_make_the_targets_own_logits(make_target, tmp_path, tokens, architecture):
     path = with_uneven_norm(make_target(architecture, tie_word_embeddings=False), tmp_path)
     target = load_target(path, dtype=torch.float32, device="cpu", target_layer_ids=(0, 2), last_output=True)
-    captured = target.capture(tokens, [11, 11])
+    captured = target.capture(tokens)
     assert len(captured) == 3
     _, head = load_ends(path, torch.float32, "cpu")
     logits = load_final_norm(path, dtype=torch.float32, device="cpu")(captured[-1]) @ head.T
@@ -50,8 +50,8 @@ def test_they_make_the_targets_own_logits(make_target, tmp_path, tokens, archite
 
 def test_the_drafters_states_are_the_same_with_and_without_it(make_target, tokens):
     options = {"dtype": torch.float32, "device": "cpu", "target_layer_ids": (0, 2)}
-    more = load_target(make_target(), **options, last_output=True).capture(tokens, [11, 11])
-    fewer = load_target(make_target(), **options).capture(tokens, [11, 11])
+    more = load_target(make_target(), **options, last_output=True).capture(tokens)
+    fewer = load_target(make_target(), **options).capture(tokens)
     assert all(torch.equal(one, other) for one, other in zip(more, fewer, strict=False))
 
 

@@ -16,8 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from remote.protocol import events as ev
 from trainer.pipeline.pulse import Pulse
@@ -142,55 +143,158 @@ class EventSender:
             self._socket.close()
 
 
-class StageClock:
-    """Seconds per stage of one rank, with the waits among them; read and reset once per profile interval."""
+class Timeline(Protocol):
+    """How moments of a rank's work are taken. On a GPU that is no host clock: what a launch takes says nothing of the work."""
 
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._tokens = 0
-        self._since = time.monotonic()
-        self._lock = threading.Lock()
-        self.pulse = Pulse()
-        """Told of every stage that begins: what the rank's watchdog goes by."""
+    def now(self) -> Any:
+        """Return the moment at which everything that the calling thread has asked for so far is done."""
+        ...
+
+    def seconds(self, start: Any, end: Any) -> float | None:
+        """Return what lies between two moments, None while `end` is to come. Never waits."""
+        ...
+
+    def forget(self, moment: Any) -> None:
+        """Take back a moment that nobody asks about any more."""
+        ...
+
+
+class HostTimeline:
+    """The host's clock: on a CPU work is done when the call returns."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def seconds(self, start: float, end: float) -> float | None:
+        return end - start
+
+    def forget(self, moment: float) -> None:
+        return
+
+
+WORK_STAGES = frozenset(("target_forward", "pack", "forward", "backward", "optimizer", "held_out"))
+"""Stages in which the device computes; in the others it waits for the host, for the data or for another rank."""
+
+
+@dataclass
+class _Segment:
+    """A piece of a rank's time, whole and without overlap: one stage, from a moment to the next."""
+
+    stage: str
+    start: Any
+    end: Any
+    tokens: int
+    flops: float
+
+
+class StageClock:
+    """Where the time of one rank goes: read and reset once per profile interval.
+
+    One thread works through stages; each switch is a moment of the timeline, so that stages never overlap and add up to
+    the interval, with what lies outside of all. On a GPU a moment passes when the device gets there. A wait of the host is
+    then what the device stood idle for, nothing where it still had work; and an interval ends at the last moment that has
+    passed, up to a step behind the host. Copies run beside all this and are counted apart.
+    """
+
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self._timeline: Timeline = timeline or HostTimeline()
+        self._lock = threading.RLock()
         self.ring_bytes = 0
         """Newest fill of this target's share of the ring."""
+        self.annotate: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        """Entered with each stage's name; a trace marks the stages so."""
+        self.pulse = Pulse()
+        """Told of every stage that begins: what the rank's watchdog goes by."""
+        self.current = ""
+        """The stage that the rank is in, empty outside of all; one that failed stays."""
+        self._segments: deque[_Segment] = deque()
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the first interval now, whatever went before."""
+        with self._lock:
+            self._segments.clear()
+            self._last = self._timeline.now()
+            self._tokens, self._flops = 0, 0.0
+            self._reset()
+
+    def _reset(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._copies: dict[str, float] = {}
+        self._elapsed, self._done_tokens, self._done_flops = 0.0, 0, 0.0
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Count the time of the block under `name`."""
-        start = time.monotonic()
-        outer = self.pulse.stage
-        self.pulse.turn_to(name)
-        try:
+        """Count the time of the block under `name`; that of a stage inside it under the inner one's."""
+        outer = self.current
+        self.turn_to(name)
+        with self.annotate(name):
             yield
-        finally:
-            self.add(name, time.monotonic() - start)
-            self.pulse.turn_to(outer)
+        # Not after a failure: on a GPU that is out of order taking the time would fail as well, and hide the cause.
+        self.turn_to(outer)
 
-    def add(self, name: str, seconds: float) -> None:
+    def turn_to(self, name: str) -> None:
+        """Count under `name` from now on. A stage turns back to the one around it at its own end."""
         with self._lock:
-            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            self._cut()
+            self.current = name
+            self.pulse.turn_to(name)
+
+    def _cut(self) -> None:
+        moment = self._timeline.now()
+        self._segments.append(_Segment(self.current, self._last, moment, self._tokens, self._flops))
+        self._last, self._tokens, self._flops = moment, 0, 0.0
+        self._settle()
+
+    def _settle(self) -> None:
+        while self._segments:
+            done = self._segments[0]
+            seconds = self._timeline.seconds(done.start, done.end)
+            if seconds is None:
+                return
+            self._segments.popleft()
+            self._timeline.forget(done.start)
+            self._elapsed += seconds
+            if done.stage:
+                self._seconds[done.stage] = self._seconds.get(done.stage, 0.0) + seconds
+            self._done_tokens += done.tokens
+            self._done_flops += done.flops
+
+    def copied(self, name: str, seconds: float) -> None:
+        """Count what a copy took beside the stages (from any thread)."""
+        with self._lock:
+            self._copies[name] = self._copies.get(name, 0.0) + seconds
 
     def add_tokens(self, tokens: int) -> None:
         """Count non-padding tokens."""
         with self._lock:
             self._tokens += tokens
 
+    def add_flops(self, flops: float) -> None:
+        """Count floating-point operations that the model's matrix products need."""
+        with self._lock:
+            self._flops += flops
+
     def read(self, *, role: str, device: str, rank: int) -> ev.StageProfile:
         """Return the interval's profile and begin the next interval."""
         with self._lock:
-            now = time.monotonic()
+            self._cut()
+            length = max(self._elapsed, 1e-9)
             profile = ev.StageProfile(
                 time=time.time(),
                 rank=rank,
                 role=role,
                 device=device,
-                interval=now - self._since,
-                tokens=self._tokens,
+                interval=self._elapsed,
+                tokens=self._done_tokens,
                 stages=dict(self._seconds),
+                copy_out=self._copies.get("copy_out", 0.0),
+                copy_in=self._copies.get("copy_in", 0.0),
+                busy=sum(s for name, s in self._seconds.items() if name in WORK_STAGES) / length,
+                flops_per_second=self._done_flops / length,
                 ring_bytes=self.ring_bytes,
             )
-            self._seconds, self._tokens, self._since = {}, 0, now
+            self._reset()
             return profile
 
 

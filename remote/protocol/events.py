@@ -85,13 +85,49 @@ class Step(Event):
 class StageProfile(Event):
     kind: ClassVar[str] = "stage_profile"
 
+    rank: int = metric("global rank whose time it is", line="d", default=-1)
     role: str = metric("target, drafter or shared", line="s")
     device: str = metric("device of the rank", line="s")
-    interval: float = metric("length of the profile interval", unit="s", line=".2f")
+    interval: float = metric(
+        "length of the profile interval; on a GPU as the device saw it, up to a step behind the host",
+        unit="s",
+        line=".2f",
+    )
     tokens: int = metric("non-padding tokens in the interval", unit="tokens", line="d")
     stages: dict[str, float] = metric(  # noqa: RUF009  the call declares a field, it makes no shared default
-        "seconds in each stage of the interval", unit="s", line="json3"
+        "seconds in each stage of the interval, without overlap; on a GPU those of the device, so that a wait is what it "
+        "stood idle for",
+        unit="s",
+        line="json3",
     )
+    copy_out: float = metric(
+        "seconds in which states were copied out of the GPU, beside the stages", unit="s", line=".3f", default=0.0
+    )
+    copy_in: float = metric(
+        "seconds in which states were copied into the GPU, beside the stages", unit="s", line=".3f", default=0.0
+    )
+    busy: float = metric(
+        "share of the interval in stages in which the device computes, the gaps between their kernels included",
+        line=".3f",
+        default=0.0,
+    )
+    mfu: float = metric(
+        "FLOP/s of the model's matrix products as a share of what one large product reached on this device before the run; "
+        "0: not measured",
+        line=".3f",
+        default=0.0,
+    )
+    flops_per_second: float = metric(
+        "FLOP/s of the matrix products that the tokens need, attention scores and recomputation left out",
+        unit="FLOP/s",
+        default=0.0,
+    )
+    memory_allocated: int = metric("bytes in tensors on the device now; 0 on a CPU", unit="B", default=0)
+    memory_reserved: int = metric(
+        "bytes that the allocator holds on the device, what others cannot use", unit="B", line="d", default=0
+    )
+    memory_peak: int = metric("most bytes in tensors at once so far", unit="B", line="d", default=0)
+    memory_total: int = metric("bytes the device has", unit="B", line="d", default=0)
     ring_bytes: int = metric("bytes this target has published and no drafter has taken", unit="B", default=0)
 
 
@@ -119,6 +155,7 @@ class CheckpointSaved(Event):
     path: str = metric("its directory", line="s")
     bytes: int = metric("its size", unit="B", line="d")
     seconds: float = metric("how long saving took", unit="s", line=".2f")
+    best: bool = metric("whether its held-out loss is the lowest so far, so that it is kept", line="s", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from remote.protocol import events as ev
-from trainer.telemetry import EventSender, EventWriter, PhaseLog, StageClock
+from trainer.telemetry import EventSender, EventWriter, PhaseLog
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -183,46 +182,6 @@ def test_the_observer_sees_own_and_received_events(tmp_path: Path) -> None:
     sender.close()
     writer.close()
     assert seen == [message("own"), message("theirs")]
-
-
-def test_the_clock_counts_stages_once_per_interval() -> None:
-    clock = StageClock()
-    clock.add("forward", 1.5)
-    clock.add("forward", 0.5)
-    with clock.stage("pack"):
-        pass
-    clock.add_tokens(10)
-    clock.ring_bytes = 77
-    first = clock.read(role="target", device="cpu", rank=3)
-    assert first.stages["forward"] == 2.0
-    assert 0 <= first.stages["pack"] < 1
-    assert (first.rank, first.role, first.tokens, first.ring_bytes) == (3, "target", 10, 77)
-    second = clock.read(role="target", device="cpu", rank=3)
-    assert (second.stages, second.tokens) == ({}, 0)
-
-
-def test_a_stage_that_fails_is_counted_too() -> None:
-    clock = StageClock()
-    with pytest.raises(RuntimeError), clock.stage("forward"):
-        raise RuntimeError
-    assert "forward" in clock.read(role="target", device="cpu", rank=0).stages
-
-
-def test_the_clock_takes_threads() -> None:
-    clock = StageClock()
-
-    def add() -> None:
-        for _ in range(2000):
-            clock.add("copy", 1.0)
-            clock.add_tokens(1)
-
-    threads = [threading.Thread(target=add) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    profile = clock.read(role="target", device="cpu", rank=0)
-    assert (profile.stages["copy"], profile.tokens) == (8000.0, 8000)
 
 
 def test_a_phase_is_reported_at_both_ends_and_remembered_for_a_crash(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ class PipelineProfile(Event):
     drafter_tokens_per_second: float = metric("what the drafters would do without waiting", unit="tok/s", line=".1f")
     tokens_per_second: float = metric("what the pipeline did", unit="tok/s", line=".1f")
     target_wait: float = metric("share of the interval the targets waited", line=".3f")
-    drafter_wait: float = metric("share of the interval the drafters waited", line=".3f")
+    drafter_wait: float = metric("share of the interval the drafters waited for states", line=".3f")
     ring_bytes: int = metric("bytes of published, unconsumed states at the end of the interval", unit="B", line="d")
     ring_capacity: int = metric("bytes the ring can hold", unit="B", line="d")
     padding: float = metric("share of the target's positions that were padding", line=".3f")

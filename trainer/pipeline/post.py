@@ -16,6 +16,7 @@ from trainer.data.schedule import Packing, Schedule
 from trainer.pipeline import channel
 from trainer.pipeline.channel import PairChannel
 from trainer.pipeline.copier import Copier, make_copier
+from trainer.pipeline.gpu_facts import GpuFacts
 from trainer.pipeline.held_out import HeldOut
 from trainer.pipeline.layout import Layout, Role
 from trainer.pipeline.packed import PackBuffer
@@ -23,6 +24,7 @@ from trainer.pipeline.plan import RunPlan
 from trainer.pipeline.reader import packed_length
 from trainer.pipeline.reporting import ProfileTimer
 from trainer.pipeline.ring import Ring
+from trainer.pipeline.stage_clock import timeline_of
 from trainer.pipeline.world import World
 from trainer.preflight import make_schedule, packing_of
 from trainer.telemetry import PhaseLog, StageClock, Telemetry
@@ -105,9 +107,15 @@ def take_post(plan: RunPlan, world: World, telemetry: Telemetry, phases: PhaseLo
     role = layout.role(world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    clock = StageClock()
+    clock = StageClock(timeline_of(device))
     timer = ProfileTimer(
-        clock, telemetry, interval=config.profile_interval, role=role, device=str(device), rank=world.rank
+        clock,
+        telemetry,
+        interval=config.profile_interval,
+        role=role,
+        device=str(device),
+        rank=world.rank,
+        gpu=GpuFacts.measure(device, DTYPES[config.dtype]),
     )
     with np.load(plan.documents) as documents:
         packing = packing_of(config, documents["lengths"], documents["candidates"])

@@ -13,11 +13,13 @@ from pathlib import Path
 from remote.protocol import events as ev
 from trainer.data.schedule import MicroBatch
 from trainer.pipeline.figures import StepFigures
+from trainer.pipeline.gpu_facts import GpuFacts
 from trainer.pipeline.held_out import HeldOutFigures
 from trainer.telemetry import StageClock, Telemetry
 
 TARGET_WAITS = ("wait_buffer", "wait_end")
-DRAFTER_WAITS = ("wait_states", "all_reduce")
+# Not all_reduce: no faster target would shorten it.
+DRAFTER_WAITS = ("wait_states",)
 
 # Either side's wait below this share is noise, not a limit.
 _BALANCED = 0.02
@@ -227,7 +229,15 @@ class ProfileTimer:
     """Emits this rank's stage profile once per interval; asked at every micro-batch."""
 
     def __init__(
-        self, clock: StageClock, telemetry: Telemetry, *, interval: float, role: str, device: str, rank: int
+        self,
+        clock: StageClock,
+        telemetry: Telemetry,
+        *,
+        interval: float,
+        role: str,
+        device: str,
+        rank: int,
+        gpu: GpuFacts | None = None,
     ) -> None:
         self._clock = clock
         self._telemetry = telemetry
@@ -235,6 +245,12 @@ class ProfileTimer:
         self._role = role
         self._device = device
         self._rank = rank
+        self._gpu = gpu
+        self._next = time.monotonic() + self._interval
+
+    def begin(self) -> None:
+        """Begin the first interval: loading and warm-up are none of it."""
+        self._clock.begin()
         self._next = time.monotonic() + self._interval
 
     def tick(self) -> bool:
@@ -244,5 +260,6 @@ class ProfileTimer:
             return False
         # From now on, not from when it was due: after a long step the missed intervals would come in one burst.
         self._next = now + self._interval
-        self._telemetry.emit(self._clock.read(role=self._role, device=self._device, rank=self._rank))
+        profile = self._clock.read(role=self._role, device=self._device, rank=self._rank)
+        self._telemetry.emit(profile if self._gpu is None else self._gpu.add_to(profile))
         return True

@@ -25,12 +25,14 @@ from trainer.drafter.teacher import part_states
 from trainer.optimizer import StepOptimizer, StepOutcome
 from trainer.pipeline.bad_batch import Evidence
 from trainer.pipeline.figures import DeferredFigures, StepFigures, StepSums
+from trainer.pipeline.flops import DrafterFlops
 from trainer.pipeline.handover import Receiver
 from trainer.pipeline.held_out import HeldOut, HeldOutFigures, HeldOutSums
 from trainer.pipeline.packed import PackedRow, RowTokens
 from trainer.pipeline.plan import RunPlan
 from trainer.pipeline.reporting import Desk, ProfileTimer, StepTraffic, blame
 from trainer.pipeline.saving import Saving
+from trainer.pipeline.stage_clock import when_gradients_are_made
 from trainer.pipeline.target_side import SharedReceiver
 from trainer.pipeline.world import World
 from trainer.telemetry import StageClock
@@ -85,6 +87,7 @@ class DrafterSession:
         )
         self._gamma = self.config.gamma or gamma_for(self.config.block_size)
         self._objective = Objective.of(self.config)
+        self._flops = DrafterFlops.of(self.drafter, self.ends.head)
         self._traffic: dict[int, StepTraffic] = {}
         self._began = time.monotonic()
         self._model: torch.nn.Module = self.drafter
@@ -98,6 +101,7 @@ class DrafterSession:
     def steps(self) -> Iterator[int]:
         """Yield the steps of this run."""
         self._began = time.monotonic()
+        self.timer.begin()
         if self.desk is not None:
             self.desk.reporter.begin()
         yield from range(self.plan.first_step, self.plan.total_steps + 1)
@@ -201,8 +205,11 @@ class DrafterSession:
                     objective=self._objective,
                     teacher=teacher,
                 )
+            if isinstance(self._model, DistributedDataParallel) and last:
+                when_gradients_are_made(sums.loss_sum, lambda: self.clock.turn_to("all_reduce"))
             with self.clock.stage("backward"):
                 sums.loss_sum.backward()
+        self.clock.add_flops(self._flops.row(packed.row.tokens, blocks))
         return sums
 
     def _parted(self, states: States) -> tuple[States, torch.Tensor | None]:

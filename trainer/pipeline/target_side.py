@@ -9,6 +9,7 @@ import torch
 from trainer.data.schedule import MicroBatch
 from trainer.pipeline.checksum import captured_checksum
 from trainer.pipeline.copier import Copier
+from trainer.pipeline.flops import forward_flops
 from trainer.pipeline.handover import Sender, StreamClosed
 from trainer.pipeline.held_out import FIRST_BATCH
 from trainer.pipeline.packed import PackBuffer, PackedRow, PackedStates, as_states
@@ -38,6 +39,7 @@ class Producer:
         self._clock = clock
         self._device = device
         self._verify = verify_copies
+        self._flops_per_token = forward_flops(target.stack)
 
     def read(self, micro_batch: MicroBatch) -> ReadRow:
         reader = self._held_out if micro_batch.b >= FIRST_BATCH and self._held_out is not None else self._reader
@@ -59,6 +61,7 @@ class Producer:
             states = buffer.pack(captured, read.lengths, tokens)
             check = captured_checksum(captured, read.lengths, tokens, split=buffer.split) if verify else None
         self._clock.add_tokens(read.row.tokens)
+        self._clock.add_flops(self._flops_per_token * read.row.tokens)
         return states, check
 
     def verifies(self, batch: int) -> bool:
@@ -74,6 +77,7 @@ def produce(
     timer: ProfileTimer,
 ) -> None:
     """Feed the drafters until the data ends or they say goodbye. Raises PeerDied."""
+    timer.begin()
     try:
         for micro_batch in batches:
             read = producer.read(micro_batch)

@@ -39,8 +39,16 @@ class Copier(Protocol):
         """Enqueue destination <- source behind `after`, and return the mark of its completion."""
         ...
 
+    def copy_here(self, destination: torch.Tensor, source: torch.Tensor) -> Mark:
+        """Enqueue destination <- source, a few bytes, on the calling thread's current stream, and return a mark behind it."""
+        ...
+
     def beside(self) -> AbstractContextManager[None]:
         """Return a context whose device work runs on the copy stream, behind the copies."""
+        ...
+
+    def landing(self, count: int) -> torch.Tensor:
+        """Return i64[count] in host memory for copies of device scalars: read behind their mark, they cost no synchronisation."""
         ...
 
 
@@ -69,8 +77,15 @@ class HostCopier:
         destination.copy_(source)
         return _Done(time.monotonic() - began)
 
+    def copy_here(self, destination: torch.Tensor, source: torch.Tensor) -> Mark:
+        destination.copy_(source)
+        return _Done()
+
     def beside(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def landing(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int64)
 
 
 class _CudaMark:
@@ -93,12 +108,13 @@ class CudaCopier:
         self._stream = torch.cuda.Stream(device)
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event()
+        # Blocking: a thread that waits for it sleeps; the default spins, a CPU core for each background thread.
+        event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return _CudaMark(event)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Mark) -> Mark:
-        began, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began, done = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
         if isinstance(after, _CudaMark):
             self._stream.wait_event(after.event)
         with torch.cuda.stream(self._stream):
@@ -108,10 +124,17 @@ class CudaCopier:
             done.record(self._stream)
         return _CudaMark(done, began)
 
+    def copy_here(self, destination: torch.Tensor, source: torch.Tensor) -> Mark:
+        destination.copy_(source, non_blocking=True)
+        return self.mark()
+
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         with torch.cuda.stream(self._stream):
             yield
+
+    def landing(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int64, pin_memory=True)
 
 
 def make_copier(device: torch.device) -> Copier:

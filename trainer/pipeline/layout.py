@@ -72,6 +72,13 @@ class Layout:
         devices = self.drafter_devices if self.role(local_rank) is Role.DRAFTER else self.target_devices
         return f"cuda:{devices[self.index(local_rank)]}"
 
+    def place(self, role: Role, index: int, machine: int = 0) -> str:
+        """Return where one of a machine's targets or drafters works, e.g. 'GPU 6 (rank 6)'."""
+        local_rank = self.targets + index if role is Role.DRAFTER and not self.shared else index
+        device = self.device_of(local_rank)
+        name = "the CPU" if device == "cpu" else f"GPU {device.removeprefix('cuda:')}"
+        return f"{name} (rank {machine * self.ranks + local_rank})"
+
     def counts(self, machines: int) -> schedule.Layout:
         """Return what the schedule asks of the layout."""
         return schedule.Layout(machines, self.targets, self.drafters, self.shared)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from trainer.pipeline.copier import Copier, Mark
-from trainer.pipeline.ring import checksum
 
 States = torch.Tensor | tuple[torch.Tensor, ...]
 """Captured states of a row: one tensor [T, L*H], or with split-fc L tensors [T, H]."""
@@ -36,11 +35,16 @@ class RowTokens:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """A row with its states on the drafter's device, and whether they were finite when packed (None: nobody looked there)."""
+    """A row with its states on the drafter's device, and whether they were finite when packed (None: nobody looked there).
+
+    `checksum`: of what was packed, 0 where the batch is not verified; `target`: who packed it.
+    """
 
     row: RowTokens
     states: States
     packed_finite: bool | None = None
+    checksum: int = 0
+    target: int = -1
 
     def verdict(self) -> torch.Tensor:
         """Return f64 0 where the states are finite, STATES where they are not, COPY where they were when packed.
@@ -95,19 +99,25 @@ class PackBuffer:
 
 @dataclass(frozen=True)
 class PackedStates:
-    """States in a pack buffer, with what rule 13 computes on the device at pack time."""
+    """States in a pack buffer, with what rule 13 computes on the device when they are packed.
+
+    `proof` i64[2]: 1 where they are finite, and the checksum that they must have, 0 where nobody asked for it. It is of this
+    row alone: in the buffer it would be overwritten together with the states, and a race between them never be seen.
+    """
 
     buffer: PackBuffer
     states: torch.Tensor
     ready: Mark
-    finite: torch.Tensor
-    checksum: torch.Tensor | None
+    proof: torch.Tensor
 
     @classmethod
-    def of(cls, buffer: PackBuffer, states: torch.Tensor, copier: Copier, *, verify: bool) -> PackedStates:
-        finite = torch.isfinite(states).all()
-        check = checksum(states) if verify else None
-        return cls(buffer, states, copier.mark(), finite, check)
+    def of(
+        cls, buffer: PackBuffer, states: torch.Tensor, copier: Copier, check: torch.Tensor | None = None
+    ) -> PackedStates:
+        """Close a row: `check` is its `captured_checksum`. Called on the stream that packed it."""
+        finite = torch.isfinite(states).all().to(torch.int64)
+        proof = torch.stack([finite, torch.zeros_like(finite) if check is None else check])
+        return cls(buffer, states, copier.mark(), proof)
 
 
 def as_states(tensor: torch.Tensor, *, split: bool) -> States:

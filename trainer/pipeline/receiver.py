@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from trainer.pipeline.channel import MessageKind, PairChannel, SlotMessage
+from trainer.pipeline.checksum import checksum
 from trainer.pipeline.copier import Copier, Mark
 from trainer.pipeline.handover import StreamClosed
 from trainer.pipeline.packed import PackBuffer, PackedRow, RowTokens, as_states
-from trainer.pipeline.ring import Ring, SlotHeader, SlotView, checksum
+from trainer.pipeline.ring import Ring, SlotHeader, SlotView
 
-CopyAlarm = Callable[[int, str], None]
-"""Called with (batch, what was seen) when a copy differs from what was packed."""
+CopyAlarm = Callable[[str, int], None]
+"""Called with (what was seen, step) when states differ from what was packed."""
 
 
 @dataclass(frozen=True)
@@ -27,24 +29,53 @@ class Arrival:
     target: int
 
 
+@dataclass(frozen=True)
+class Released:
+    """A device buffer's leave: `mark` is behind all that read it; `used` what a verified row's checksum was by then.
+
+    `seen` is the device's side of `used`, kept until the copy of it is done.
+    """
+
+    mark: Mark
+    row: PackedRow | None = None
+    used: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
+
+
 class Fetcher:
-    """Takes batches out of the ring, in ascending order."""
+    """Takes batches out of the ring, in ascending order, and verifies them."""
 
     def __init__(
-        self, ring: Ring, copier: Copier, *, pairs: dict[int, int], channels: dict[int, PairChannel], alarm: CopyAlarm
+        self,
+        ring: Ring,
+        copier: Copier,
+        *,
+        pairs: dict[int, int],
+        channels: dict[int, PairChannel],
+        alarm: CopyAlarm,
+        here: str,
+        targets: Sequence[str],
     ) -> None:
-        """`pairs` and `channels`: ring index and socket of each target that feeds this drafter."""
+        """`pairs` and `channels`: ring index and socket of each target that feeds this drafter.
+
+        `here` and `targets` say in an alarm where this drafter and each target are, e.g. "GPU 6 (rank 6)".
+        """
         self._ring = ring
         self._copier = copier
         self._pairs = pairs
         self._channels = channels
         self._alarm = alarm
+        self._here = here
+        self._targets = targets
+        self._seen = copier.landing(1)
+        self._landings: deque[torch.Tensor] = deque()  # One for each buffer whose row is being looked at.
 
-    def fetch(self, arrival: Arrival, buffer: PackBuffer, *, free: Mark) -> PackedRow:
-        """Wait for a batch and copy it into `buffer`, which is overwritten behind the mark `free`.
+    def fetch(self, arrival: Arrival, buffer: PackBuffer, *, free: Released) -> PackedRow:
+        """Wait for a batch and copy it into `buffer`, which is overwritten behind its leave `free`.
 
         Raises PeerDied, StreamClosed, and ValueError when the ring's content is not what the schedule says.
         """
+        self.settle(free)
         channel, pair = self._channels[arrival.target], self._pairs[arrival.target]
         message = channel.receive()
         if message.kind is MessageKind.BYE:
@@ -54,21 +85,56 @@ class Fetcher:
             raise ValueError(f"expected batch {arrival.batch}, got {message.batch} in a slot of batch {header.batch}")
         view = self._ring.view(pair, message.slot, header)
         states = buffer.rows(header.tokens)
-        self._copier.copy(states, view.states, after=free).wait_host()
-        row = _row_tokens(header, view)
-        self._verify(header, states, arrival)
+        done = self._copier.copy(states, view.states, after=free.mark)
+        row = PackedRow(
+            _row_tokens(header, view),
+            as_states(states, split=header.split),
+            header.finite,
+            header.checksum,
+            arrival.target,
+        )
+        self._verify(row, states, done)
         channel.send(SlotMessage(MessageKind.FREE, message.slot, message.batch))
-        return PackedRow(row, as_states(states, split=header.split), header.finite)
+        return row
 
-    def _verify(self, header: SlotHeader, states: torch.Tensor, arrival: Arrival) -> None:
-        if not header.checksum:
+    def _verify(self, row: PackedRow, states: torch.Tensor, arrived: Mark) -> None:
+        """Wait until the states have arrived, and compare those of a verified batch."""
+        if not row.checksum:
+            arrived.wait_host()
             return
         with self._copier.beside():
-            # CPU-GPU sync point on the copy stream of the fetching thread; the training stream does not wait.
-            seen = int(checksum(states).item()) % (1 << 64)
-        if seen != header.checksum:
-            packed = "finite" if header.finite else "not finite"
-            self._alarm(arrival.batch, f"{packed} when packed by target {arrival.target}, wrong after the copy in")
+            # On the copy stream, behind the copy: the training stream does not wait for it.
+            seen = checksum(states).reshape(1)
+        self._copier.copy(self._seen, seen, after=arrived).wait_host()
+        self._compare(row, self._seen, f"wrong on {self._here}")
+
+    def release(self, row: PackedRow, buffer: PackBuffer) -> Released:
+        """Return the leave of a row's buffer, on the stream that read it; nothing enqueued from now on may read it.
+
+        The states of a verified batch are summed once more behind their readers: a slot that was filled again too early
+        was right when it arrived.
+        """
+        if not row.checksum:
+            return Released(self._copier.mark())
+        seen = checksum(buffer.rows(len(row.row.input_ids))).reshape(1)
+        used = self._landings.pop() if self._landings else self._copier.landing(1)
+        # Not on the copy stream: behind the backward, it would hold up the copies of the next batches.
+        return Released(self._copier.copy_here(used, seen), row, used, seen)
+
+    def settle(self, released: Released) -> None:
+        """Compare what the readers of a verified batch met; waits until they are done."""
+        if released.row is not None and released.used is not None:
+            released.mark.wait_host()
+            self._compare(
+                released.row, released.used, f"right when it arrived on {self._here}, overwritten while in use"
+            )
+            self._landings.append(released.used)
+
+    def _compare(self, row: PackedRow, seen: torch.Tensor, otherwise: str) -> None:
+        if int(seen) % (1 << 64) != row.checksum:
+            packed = "finite" if row.packed_finite else "not finite"
+            where = self._targets[row.target]
+            self._alarm(f"batch {row.row.batch}: {packed} when packed on {where}, {otherwise}", row.row.step)
 
     def close(self) -> None:
         """Say goodbye to every target and wait for its goodbye."""
@@ -103,17 +169,18 @@ class SyncReceiver:
         self._fetcher = fetcher
         self._arrivals = arrivals
         self._buffer = buffer
-        self._copier = copier
+        self._free = Released(copier.mark())
 
     def receive(self, batch: int) -> PackedRow:
-        row = self._fetcher.fetch(next(self._arrivals), self._buffer, free=self._copier.mark())
+        row = self._fetcher.fetch(next(self._arrivals), self._buffer, free=self._free)
         _expect(row, batch)
         return row
 
     def release(self, row: PackedRow) -> None:
-        return  # `receive` marks the stream itself before it overwrites the one buffer.
+        self._free = self._fetcher.release(row, self._buffer)
 
     def close(self) -> None:
+        self._fetcher.settle(self._free)
         self._fetcher.close()
         self._fetcher.wait_closed()
 
@@ -126,10 +193,9 @@ class PrefetchReceiver:
     ) -> None:
         self._fetcher = fetcher
         self._arrivals = arrivals
-        self._copier = copier
-        self._free: queue.SimpleQueue[tuple[PackBuffer, Mark] | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[tuple[PackBuffer, Released] | None] = queue.SimpleQueue()
         for buffer in buffers:
-            self._free.put((buffer, copier.mark()))
+            self._free.put((buffer, Released(copier.mark())))
         self._rows: queue.SimpleQueue[tuple[PackedRow, PackBuffer] | BaseException] = queue.SimpleQueue()
         self._held: dict[int, PackBuffer] = {}
         self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
@@ -146,13 +212,17 @@ class PrefetchReceiver:
         return row
 
     def release(self, row: PackedRow) -> None:
-        self._free.put((self._held.pop(row.row.batch), self._copier.mark()))
+        buffer = self._held.pop(row.row.batch)
+        self._free.put((buffer, self._fetcher.release(row, buffer)))
 
     def close(self) -> None:
         # The goodbye makes the targets say theirs, which ends a fetch that waits; None ends one that waits for a buffer.
         self._fetcher.close()
         self._free.put(None)
         self._thread.join()
+        while not self._free.empty():
+            if (item := self._free.get()) is not None:
+                self._fetcher.settle(item[1])
         self._fetcher.wait_closed()
 
     def _work(self) -> None:

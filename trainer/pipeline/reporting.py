@@ -15,6 +15,7 @@ from trainer.data.schedule import MicroBatch
 from trainer.pipeline.figures import StepFigures
 from trainer.pipeline.gpu_facts import GpuFacts
 from trainer.pipeline.held_out import HeldOutFigures
+from trainer.pipeline.layout import Layout, Role
 from trainer.telemetry import StageClock, Telemetry
 
 TARGET_WAITS = ("wait_buffer", "wait_end")
@@ -38,8 +39,9 @@ class StepTraffic:
 class Reporter:
     """Step events with throughput and time left; the alarms that a step's figures call for."""
 
-    def __init__(self, telemetry: Telemetry, *, rank: int, total_steps: int, first_step: int) -> None:
+    def __init__(self, telemetry: Telemetry, layout: Layout, *, rank: int, total_steps: int, first_step: int) -> None:
         self._telemetry = telemetry
+        self._layout = layout
         self._rank = rank
         self._total_steps = total_steps
         self._first_step = first_step
@@ -90,7 +92,7 @@ class Reporter:
                 applied=not figures.skipped,
             )
         )
-        for kind, message in step_alarms(figures, blame(figures, traffic.micro_batches), saved):
+        for kind, message in step_alarms(figures, blame(figures, traffic.micro_batches, self._layout), saved):
             self.alarm(kind, message, figures.step)
 
     def measured(self, step: int, figures: HeldOutFigures, seconds: float) -> None:
@@ -113,21 +115,27 @@ class Reporter:
 
 
 _BLAME = {
-    "states": "the states of batch {b} were not finite when target {target} packed them",
-    "copy": "the states of batch {b} were finite when target {target} packed them, and are not on drafter {drafter}",
-    "loss": "the loss of batch {b} is not finite on drafter {drafter}, its states are",
+    "states": "the states of batch {b} were not finite when packed on {target}",
+    "copy": "the states of batch {b} were finite when packed on {target}, and are not on {drafter}",
+    "loss": "the loss of batch {b} is not finite on {drafter}, its states are",
 }
 
 
-def blame(figures: StepFigures, micro_batches: Sequence[MicroBatch]) -> str:
+def blame(figures: StepFigures, micro_batches: Sequence[MicroBatch], layout: Layout) -> str:
     """Return which micro-batches of a refused step are not finite, and what of them; empty for a step that was not."""
     if not figures.non_finite:
         return ""
     found = [(micro_batches[each.place], each.what) for each in figures.suspects]
     if found:
-        return "; ".join(_BLAME[what].format(b=m.b, target=m.target, drafter=m.drafter) for m, what in found)
+        return "; ".join(_accusation(micro_batch, what, layout) for micro_batch, what in found)
     batches = ", ".join(str(each.b) for each in micro_batches)
     return f"every loss is finite, but the gradient norm of batches {batches} is {figures.grad_norm}"
+
+
+def _accusation(micro_batch: MicroBatch, what: str, layout: Layout) -> str:
+    target = layout.place(Role.TARGET, micro_batch.target, micro_batch.machine)
+    drafter = layout.place(Role.DRAFTER, micro_batch.drafter, micro_batch.machine)
+    return _BLAME[what].format(b=micro_batch.b, target=target, drafter=drafter)
 
 
 def step_alarms(figures: StepFigures, blamed: str = "", saved: Path | None = None) -> list[tuple[str, str]]:

@@ -24,24 +24,6 @@ VERSION = 1
 # magic, version u32; batch, step, checksum u64; epoch, T, L, H, dtype, layout, finite u32
 _HEADER = struct.Struct("<IIQQQIIIIIII")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-_CHECKSUM_CHUNK = 1 << 20  # words per partial sum: bounds the int64 temporaries to 16 MiB
-
-
-def checksum(states: torch.Tensor) -> torch.Tensor:
-    """Return sum(word_i * (2i+1)) mod 2^64 over the bytes of `states` as u32 words, as an int64 scalar on its device.
-
-    The odd weights make swapped, shifted and repeated words visible. int64 arithmetic wraps, which is the mod 2^64.
-    """
-    raw = states.reshape(-1).view(torch.uint8)
-    if raw.numel() % 4:
-        raw = torch.nn.functional.pad(raw, (0, 4 - raw.numel() % 4))
-    words = raw.view(torch.int32)
-    total = torch.zeros((), dtype=torch.int64, device=states.device)
-    for start in range(0, words.numel(), _CHECKSUM_CHUNK):
-        chunk = words[start : start + _CHECKSUM_CHUNK].to(torch.int64) & 0xFFFFFFFF
-        weights = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=states.device) * 2 + 1
-        total += (chunk * weights).sum()
-    return total
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,9 @@ def make_receiver(post: Post, producer: Producer | None, reporter: Reporter) -> 
         post.copier,
         pairs=post.joint.pairs,
         channels=post.joint.channels,
-        alarm=lambda batch, seen: reporter.alarm("wrong_copy", f"batch {batch}: {seen} of drafter {post.index}", 0),
+        alarm=lambda seen, step: reporter.alarm("wrong_copy", seen, step),
+        here=post.layout.place(Role.DRAFTER, post.index, machine),
+        targets=[post.layout.place(Role.TARGET, target, machine) for target in range(post.layout.targets)],
     )
     arrivals = (Arrival(each.b, each.target) for each in batches)
     if post.config.transfer == "sync":
@@ -191,7 +193,9 @@ def make_session(
 ) -> DrafterSession:
     """Join the pieces of a drafter's work."""
     plan, rank = post.plan, post.world.rank
-    reporter = Reporter(post.telemetry, rank=rank, total_steps=plan.total_steps, first_step=plan.first_step)
+    reporter = Reporter(
+        post.telemetry, post.layout, rank=rank, total_steps=plan.total_steps, first_step=plan.first_step
+    )
     desk = None
     padding = 0.0
     if isinstance(post.telemetry, EventWriter):

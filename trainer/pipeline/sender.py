@@ -30,6 +30,7 @@ class Publisher:
         self._pairs = pairs
         self._channels = channels
         self._free = {drafter: list(range(ring.slots_per_pair)) for drafter in pairs}
+        self._proof = copier.landing(2)
 
     def publish(self, packed: PackedStates, row: RowTokens, drafter: int, *, layers: int, hidden: int) -> None:
         """Copy one row into a free slot of the drafter's pair and publish it. Raises StreamClosed, PeerDied."""
@@ -46,7 +47,8 @@ class Publisher:
             finite=True,
         )
         view = self._ring.view(self._pairs[drafter], slot, header)
-        done = self._copier.copy(view.states, packed.states, after=packed.ready)
+        copied = self._copier.copy(view.states, packed.states, after=packed.ready)
+        done = self._copier.copy(self._proof, packed.proof, after=copied)
         for into, tokens in (
             (view.input_ids, row.input_ids),
             (view.loss_mask, row.loss_mask),
@@ -55,16 +57,10 @@ class Publisher:
         ):
             into.copy_(tokens)
         done.wait_host()
-        self._ring.write_header(self._pairs[drafter], slot, self._completed(header, packed))
+        finite, check = self._proof.tolist()
+        header = dataclasses.replace(header, finite=bool(finite), checksum=check)
+        self._ring.write_header(self._pairs[drafter], slot, header)
         self._channels[drafter].send(SlotMessage(MessageKind.READY, slot, row.batch))
-
-    def _completed(self, header: SlotHeader, packed: PackedStates) -> SlotHeader:
-        # CPU-GPU sync points, behind the copy: the values are there already. On the copy stream, for on its own stream the
-        # publishing thread would wait for the next forward, which is enqueued there by now.
-        with self._copier.beside():
-            check = 0 if packed.checksum is None else int(packed.checksum.item())
-            finite = bool(packed.finite.item())
-        return dataclasses.replace(header, finite=finite, checksum=check)
 
     def _free_slot(self, drafter: int) -> int:
         for each, channel in self._channels.items():

@@ -276,7 +276,7 @@ class DrafterSession:
         if figures.non_finite and self.config.on_nan == "stop":
             raise DflashError(
                 f"step {figures.step} is not finite",
-                cause=f"{blame(figures, traffic.micro_batches)}; the step was not applied to the weights",
+                cause=f"{blame(figures, traffic.micro_batches, self.plan.layout())}; the step was not applied to the weights",
                 hint="look with `python -m trainer train --only-batch FILE` at what lies in the run's bad/; resume from the "
                 "last checkpoint with a lower --lr, or go on regardless with --on-nan continue",
             )

@@ -19,6 +19,7 @@ from trainer.drafter.objective import ObjectiveSums
 from trainer.optimizer import StepOutcome
 from trainer.pipeline.copier import HostCopier, Mark
 from trainer.pipeline.figures import DeferredFigures, StepFigures, StepSums
+from trainer.pipeline.layout import Layout
 from trainer.pipeline.packed import COPY, STATES, PackedRow, RowTokens
 from trainer.pipeline.reporting import (
     PipelineProfiler,
@@ -32,6 +33,7 @@ from trainer.pipeline.reporting import (
 from trainer.telemetry import StageClock
 
 CPU = torch.device("cpu")
+LAYOUT = Layout("cuda", (0, 1, 2), (5, 6, 7))
 BLOCK, GROUP = 4, 3
 GOOD = StepFigures(
     step=7,
@@ -134,12 +136,13 @@ def test_every_drafter_knows_the_suspects_of_all() -> None:
     figures = judged(one, other, sums(row=packed(4)))
     assert [(each.place, each.what) for each in figures.suspects] == [(0, "loss"), (2, "states")]
     micro_batches = [MicroBatch(b, 2, 0, Row((), 0), 0, target=b - 3, drafter=5 - b) for b in (3, 4, 5)]
-    assert blame(figures, micro_batches) == (
-        "the loss of batch 3 is not finite on drafter 2, its states are; "
-        "the states of batch 5 were not finite when target 2 packed them"
+    assert blame(figures, micro_batches, LAYOUT) == (
+        "the loss of batch 3 is not finite on GPU 7 (rank 5), its states are; "
+        "the states of batch 5 were not finite when packed on GPU 2 (rank 2)"
     )
     copied = judged(sums(row=packed(4, finite=False)))
-    assert "batch 4 were finite when target 1 packed them, and are not on drafter 1" in blame(copied, micro_batches)
+    seen = "batch 4 were finite when packed on GPU 1 (rank 1), and are not on GPU 6 (rank 4)"
+    assert seen in blame(copied, micro_batches, LAYOUT)
 
 
 def test_a_loss_made_from_bad_states_says_nothing_of_its_own() -> None:
@@ -149,8 +152,9 @@ def test_a_loss_made_from_bad_states_says_nothing_of_its_own() -> None:
 def test_without_a_suspect_the_gradients_of_the_whole_step_are_to_blame() -> None:
     figures = judged(sums())
     micro_batches = [MicroBatch(b, 2, 0, Row((), 0), 0, 0, 0) for b in (3, 4, 5)]
-    assert blame(figures, micro_batches) == "every loss is finite, but the gradient norm of batches 3, 4, 5 is nan"
-    assert blame(judged(sums(), skipped=0.0), micro_batches) == ""
+    seen = "every loss is finite, but the gradient norm of batches 3, 4, 5 is nan"
+    assert blame(figures, micro_batches, LAYOUT) == seen
+    assert blame(judged(sums(), skipped=0.0), micro_batches, LAYOUT) == ""
 
 
 def test_bad_states_without_a_supervised_position_are_no_lack_of_supervision() -> None:
@@ -242,7 +246,7 @@ def test_alarms(changes: dict[str, Any], alarms: list[str]) -> None:
 
 def test_a_step_is_reported_with_its_alarms() -> None:
     sink = Sink()
-    reporter = Reporter(sink, rank=5, total_steps=10, first_step=5)
+    reporter = Reporter(sink, LAYOUT, rank=5, total_steps=10, first_step=5)
     reporter.begin()
     reporter.trained(GOOD.step)
     reporter.step(replace(GOOD, accuracy=1.0), StepTraffic(epoch=1, tokens=300, lr=1e-3))
@@ -343,7 +347,7 @@ def test_time_spent_apart_does_not_slow_a_step_down(monkeypatch: pytest.MonkeyPa
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     sink = Sink()
-    reporter = Reporter(sink, rank=0, total_steps=10, first_step=7)
+    reporter = Reporter(sink, LAYOUT, rank=0, total_steps=10, first_step=7)
     reporter.begin()
     now[0] += 2
     with reporter.apart():
@@ -361,7 +365,7 @@ def test_figures_that_come_late_or_together_do_not_change_a_steps_speed(monkeypa
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     sink = Sink()
-    reporter = Reporter(sink, rank=0, total_steps=3, first_step=1)
+    reporter = Reporter(sink, LAYOUT, rank=0, total_steps=3, first_step=1)
     reporter.begin()
     for step in (1, 2, 3):
         now[0] += step

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from trainer.pipeline.channel import MessageKind, PairChannel, PeerDied, SlotMessage
+from trainer.pipeline.checksum import checksum
 from trainer.pipeline.copier import HostCopier
 from trainer.pipeline.handover import Receiver, Sender, StreamClosed
 from trainer.pipeline.packed import PackBuffer, PackedStates, RowTokens
@@ -56,7 +57,7 @@ class Joint:
     targets: int
     drafters: int
     sockets: dict[tuple[int, int], tuple[PairChannel, PairChannel]] = field(default_factory=dict)
-    alarms: list[tuple[int, str]] = field(default_factory=list)
+    alarms: list[tuple[str, int]] = field(default_factory=list)
 
     def sender(self, target: int, mode: str = "async") -> Sender:
         publisher = Publisher(
@@ -77,7 +78,9 @@ class Joint:
             COPIER,
             pairs={target: target * self.drafters + drafter for target in range(self.targets)},
             channels={target: self.sockets[target, drafter][1] for target in range(self.targets)},
-            alarm=lambda batch, seen: self.alarms.append((batch, seen)),
+            alarm=lambda seen, step: self.alarms.append((seen, step)),
+            here=f"GPU {5 + drafter} (rank {self.targets + drafter})",
+            targets=[f"GPU {target} (rank {target})" for target in range(self.targets)],
         )
         if mode == "sync":
             return SyncReceiver(fetcher, iter(arrivals), buffers(1)[0], COPIER)
@@ -115,7 +118,8 @@ def send(sender: Sender, batch: int, drafter: int = 0, *, verify: bool = True, v
     buffer = sender.buffer()
     states = buffer.rows(8)
     states.fill_(batch + 0.5 if value is None else value)
-    sender.send(PackedStates.of(buffer, states, COPIER, verify=verify), row(batch), drafter)
+    check = checksum(states) if verify else None
+    sender.send(PackedStates.of(buffer, states, COPIER, check), row(batch), drafter)
 
 
 class Work:
@@ -247,10 +251,25 @@ def test_a_wrong_copy_raises_the_alarm_with_the_batch(joint: Make, mode: str, va
     receiver = both.receiver(0, [Arrival(0, 0), Arrival(1, 0)], mode)
     for batch in range(2):
         receiver.release(receiver.receive(batch))
-    ((batch, seen),) = both.alarms
-    assert batch == 1
-    assert seen.startswith(packed)
-    assert "target 0" in seen
+    assert both.alarms == [(f"batch 1: {packed} packed on GPU 0 (rank 0), wrong on GPU 5 (rank 1)", 1)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_states_that_change_while_they_are_used_raise_the_alarm(joint: Make, mode: str) -> None:
+    both = joint()
+    sender = both.sender(0, "sync")
+    receiver = both.receiver(0, [Arrival(0, 0), Arrival(1, 0)], mode)
+    for batch in range(2):
+        send(sender, batch)
+        packed = receiver.receive(batch)
+        if batch == 0:
+            assert isinstance(packed.states, torch.Tensor)
+            packed.states[2, 1] += 1
+        receiver.release(packed)
+    Work(sender.close)
+    receiver.close()
+    seen = "right when it arrived on GPU 5 (rank 1), overwritten while in use"
+    assert both.alarms == [(f"batch 0: finite when packed on GPU 0 (rank 0), {seen}", 1)]
 
 
 def test_without_verification_nothing_is_compared(joint: Make) -> None:
@@ -295,7 +314,7 @@ def test_the_publishers_own_error_reaches_the_loop(joint: Make) -> None:
     sender = both.sender(0)
     buffer = sender.buffer()
     states = torch.zeros(TOKENS + 16, LAYERS * HIDDEN)
-    sender.send(PackedStates.of(buffer, states, COPIER, verify=True), row(0, TOKENS + 16), 0)
+    sender.send(PackedStates.of(buffer, states, COPIER), row(0, TOKENS + 16), 0)
 
     def produce() -> None:
         for batch in range(1, 5):

@@ -56,7 +56,7 @@ def test_a_non_finite_step_stops_the_run_and_is_named(
     assert suspect.row.step == alarm.step
     assert (suspect.row.input_ids == 47).sum() == 1
     assert (suspect.seen, suspect.config) == ("states", run.config.to_dict())
-    blamed = f"the states of batch {suspect.row.batch} were not finite when target {suspect.target} packed them"
+    blamed = f"the states of batch {suspect.row.batch} were not finite when packed on the CPU (rank {suspect.target})"
     assert alarm.message == f"{blamed}: the step was not applied; saved in {bad_steps(run)[0]}"
     assert error.cause == f"{blamed}; the step was not applied to the weights"
     weights = load_file(bad_steps(run)[0] / "drafter.safetensors")
@@ -101,7 +101,7 @@ def test_every_layout_refuses_the_same_steps_and_learns_the_same(
 @pytest.mark.parametrize(
     ("factor", "seen", "words"),
     [
-        (float("nan"), "loss", "the loss of batch 0 is not finite on drafter"),
+        (float("nan"), "loss", "the loss of batch 0 is not finite on the CPU (rank "),
         # Logits of 1e200 give a loss of 1e200, whose gradient is finite in each number and not in its norm.
         (1e200, "gradient", "every loss is finite, but the gradient norm of batches 0, 1, 2 is inf"),
     ],

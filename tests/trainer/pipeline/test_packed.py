@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from trainer.data.documents import Dataset, open_dataset
 from trainer.data.rows import Row, padded_width
 from trainer.data.schedule import MicroBatch
+from trainer.pipeline.checksum import checksum
 from trainer.pipeline.copier import HostCopier, make_copier
 from trainer.pipeline.packed import PackBuffer, PackedStates, as_states
 from trainer.pipeline.reader import RowReader, packed_length
-from trainer.pipeline.ring import checksum
 
 LAYERS, HIDDEN = 3, 4
 CPU = torch.device("cpu")
@@ -113,13 +113,11 @@ def test_the_bytes_do_not_depend_on_what_the_buffer_held(split: bool) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_non_finite_state_is_flagged_when_it_is_packed(value: float) -> None:
     layers = captured([5, 3])
-    good = PackedStates.of(buffer(False), buffer(False).pack(layers, [5, 3], 16), HostCopier(), verify=False)
+    good = PackedStates.of(buffer(False), buffer(False).pack(layers, [5, 3], 16), HostCopier())
     layers[2][1, 2, 3] = value
-    bad = PackedStates.of(buffer(False), buffer(False).pack(layers, [5, 3], 16), HostCopier(), verify=True)
-    assert bool(good.finite)
-    assert good.checksum is None
-    assert not bool(bad.finite)
-    assert bad.checksum is not None
+    bad = PackedStates.of(buffer(False), buffer(False).pack(layers, [5, 3], 16), HostCopier(), torch.tensor(-7))
+    assert good.proof.tolist() == [1, 0]
+    assert bad.proof.tolist() == [0, -7]
 
 
 def test_padding_of_the_target_never_reaches_the_drafter() -> None:

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.pipeline.ring import Ring, SlotHeader, checksum
+from trainer.pipeline.checksum import checksum
+from trainer.pipeline.ring import Ring, SlotHeader
 from trainer.pipeline.slots import ALIGNMENT, aligned, create_ring_file, is_sampled, slot_bytes
 
 u32 = st.integers(0, 2**32 - 1)
@@ -119,7 +120,8 @@ def test_a_slot_beyond_the_pair_is_refused(ring: Ring, slot: int) -> None:
 WRITER = """
 import sys, torch
 from pathlib import Path
-from trainer.pipeline.ring import Ring, SlotHeader, checksum
+from trainer.pipeline.checksum import checksum
+from trainer.pipeline.ring import Ring, SlotHeader
 ring = Ring(Path(sys.argv[1]), slot_size=int(sys.argv[2]), slots_per_pair=2)
 for pair in range(3):
     for slot in range(2):
@@ -148,52 +150,6 @@ def test_another_process_reads_what_one_wrote(ring: Ring, ring_file: Path) -> No
             assert set(view.document_ids.tolist()) == {number + 100}
             assert view.position_ids.tolist() == list(range(9))
             assert int(checksum(view.states)) % 2**64 == head.checksum
-
-
-# ---- checksum
-
-floats = st.lists(st.floats(width=32, allow_nan=True), min_size=2, max_size=60)
-
-
-def reference(states: torch.Tensor) -> int:
-    raw = states.contiguous().view(torch.uint8).flatten().tolist()
-    raw += [0] * (-len(raw) % 4)
-    words = [int.from_bytes(bytes(raw[at : at + 4]), "little") for at in range(0, len(raw), 4)]
-    return sum(word * (2 * place + 1) for place, word in enumerate(words)) % 2**64
-
-
-@given(floats, dtypes)
-def test_the_checksum_is_the_designs_formula(values: list[float], dtype: torch.dtype) -> None:
-    states = torch.tensor(values, dtype=torch.float32).to(dtype)
-    assert int(checksum(states)) % 2**64 == reference(states)
-
-
-def test_the_checksum_does_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = torch.randn(100, 7, dtype=torch.float64)
-    whole = int(checksum(states))
-    monkeypatch.setattr("trainer.pipeline.ring._CHECKSUM_CHUNK", 13)
-    assert int(checksum(states)) == whole
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("damage", ["swapped", "shifted", "torn", "repeated", "zeroed", "one bit"])
-def test_the_checksum_sees_what_a_wrong_copy_does(damage: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    right = torch.randn(64, 8).to(dtype)
-    wrong = right.clone()
-    if damage == "swapped":
-        wrong[[3, 40]] = wrong[[40, 3]]
-    elif damage == "shifted":
-        wrong = wrong.roll(1, 0)
-    elif damage == "torn":  # The second half still holds the batch before.
-        wrong[32:] = torch.randn(32, 8).to(dtype)
-    elif damage == "repeated":
-        wrong[10] = wrong[11]
-    elif damage == "zeroed":
-        wrong[63] = 0
-    else:
-        wrong.view(torch.uint8)[63, 1] ^= 1
-    assert int(checksum(wrong)) != int(checksum(right))
 
 
 # ---- the file

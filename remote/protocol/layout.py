@@ -118,6 +118,10 @@ class RunLayout:
         """RankError of one rank."""
         return self.path / "errors" / f"rank-{rank}.json"
 
+    def stacks(self, rank: int) -> Path:
+        """Where the threads of a rank were when nothing got on any more."""
+        return self.path / "stacks" / f"rank-{rank}.txt"
+
     def rank_pid(self, rank: int) -> Path:
         """Pidfile of one rank, for the last resort of stop: a rank has its own session, so no group kill reaches it."""
         return self.path / "ranks" / f"rank-{rank}.pid"

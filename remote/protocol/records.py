@@ -114,7 +114,11 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class RankError:
-    """errors/rank-N.json: what ended one rank, written by that rank."""
+    """errors/rank-N.json: what ended one rank, written by that rank.
+
+    `consequence`: the loss of another rank ended it, so it is not the cause while any other is known. `blames`: the rank
+    that it holds responsible, -1 for itself or where it cannot tell.
+    """
 
     rank: int
     role: str
@@ -127,6 +131,8 @@ class RankError:
     cause: str = ""
     hint: str = ""
     code: int = 1
+    consequence: bool = False
+    blames: int = -1
     schema: int = SCHEMA
 
 

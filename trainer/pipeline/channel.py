@@ -131,7 +131,8 @@ def accept(
     listener: socket.socket, peer: str, timeout: float, *, rank: int = -1, pulse: Pulse | None = None
 ) -> PairChannel:
     """Accept the peer and close the listener. Raises TimeoutError after `timeout` seconds."""
-    with listener:
+    pulse = pulse or Pulse()
+    with listener, pulse.waiting(peer):
         listener.settimeout(timeout)
         connection, _ = listener.accept()
     connection.setblocking(True)
@@ -140,14 +141,16 @@ def accept(
 
 def connect(address: Path, peer: str, timeout: float, *, rank: int = -1, pulse: Pulse | None = None) -> PairChannel:
     """Connect to a peer that may not listen yet. Raises TimeoutError after `timeout` seconds."""
+    pulse = pulse or Pulse()
     deadline = time.monotonic() + timeout
-    while True:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            connection.connect(str(address))
-            return PairChannel(connection, peer, rank=rank, pulse=pulse)
-        except (FileNotFoundError, ConnectionRefusedError):
-            connection.close()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{peer} does not listen after {timeout:.0f} s") from None
-            time.sleep(0.02)
+    with pulse.waiting(peer):
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                connection.connect(str(address))
+                return PairChannel(connection, peer, rank=rank, pulse=pulse)
+            except (FileNotFoundError, ConnectionRefusedError):
+                connection.close()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{peer} does not listen after {timeout:.0f} s") from None
+                time.sleep(0.02)

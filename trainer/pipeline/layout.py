@@ -79,6 +79,10 @@ class Layout:
         name = "the CPU" if device == "cpu" else f"GPU {device.removeprefix('cuda:')}"
         return f"{name} (rank {machine * self.ranks + local_rank})"
 
+    def name(self, local_rank: int, rank: int) -> str:
+        """Return how a rank is named to people, e.g. 'target 1 (rank 1, cuda:1)'."""
+        return f"{self.role(local_rank)} {self.index(local_rank)} (rank {rank}, {self.device_of(local_rank)})"
+
     def counts(self, machines: int) -> schedule.Layout:
         """Return what the schedule asks of the layout."""
         return schedule.Layout(machines, self.targets, self.drafters, self.shared)

@@ -6,14 +6,20 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import traceback
+from dataclasses import dataclass
 
 from remote.protocol.errors import DflashError
+from remote.protocol.events import AlarmRaised
 from remote.protocol.files import write_json
 from remote.protocol.identity import ProcessIdentity, write_pidfile
 from remote.protocol.layout import RunLayout
 from remote.protocol.locks import LockKind, acquire
 from remote.protocol.records import RankError
+from trainer.pipeline.channel import PeerDied
+from trainer.pipeline.watchdog import Stalled
+from trainer.telemetry import PhaseLog
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -49,8 +55,25 @@ def join_run(run: RunLayout, *, rank: int, leader_pid: int) -> int:
     return lock
 
 
+def is_consequence(error: BaseException) -> bool:
+    """Whether the loss of another rank ended this one: a pair's socket at its end, or a collective that fell apart.
+
+    By class name and text: torch may not be imported yet, and gloo raises plain RuntimeErrors that name its source files.
+    """
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"PeerDied", "DistError"}) or "gloo/transport" in str(error)
+
+
 def file_error(
-    run: RunLayout, error: BaseException, *, rank: int, role: str, device: str, phase: str, time: float
+    run: RunLayout,
+    error: BaseException,
+    *,
+    rank: int,
+    role: str,
+    device: str,
+    phase: str,
+    time: float,
+    blames: int = -1,
 ) -> None:
     """Write errors/rank-N.json: what ended this rank. Where that cannot be written, the log must do."""
     known = error if isinstance(error, DflashError) else None
@@ -61,13 +84,49 @@ def file_error(
         phase=phase,
         kind=type(error).__name__,
         message=known.error if known else str(error),
-        traceback="".join(traceback.format_exception(error)),
+        traceback=(known.detail if known else "") or "".join(traceback.format_exception(error)),
         time=time,
         cause=known.cause if known else "",
         hint=known.hint if known else "",
         code=int(known.code) if known else 1,
+        consequence=is_consequence(error),
+        blames=blames,
     )
     try:
         write_json(run.error(rank), record)
     except OSError as problem:
         print(f"{run.error(rank)} cannot be written: {problem.strerror}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Filing:
+    """Files what ends a rank under its number, role, device and present phase."""
+
+    run: RunLayout
+    rank: int
+    local_rank: int
+    role: str
+    device: str
+    phases: PhaseLog
+
+    def file(self, error: BaseException) -> None:
+        """Write errors/rank-N.json."""
+        blames = -1
+        if isinstance(error, PeerDied):
+            blames = error.rank
+        elif isinstance(error, Stalled) and error.local_rank >= 0:
+            blames = self.rank - self.local_rank + error.local_rank
+        file_error(
+            self.run,
+            error,
+            rank=self.rank,
+            role=self.role,
+            device=self.device,
+            phase=self.phases.current,
+            time=time.time(),
+            blames=blames,
+        )
+
+    def alarm(self, stalled: Stalled) -> AlarmRaised:
+        """Return the event that tells of a stall before the run ends."""
+        return AlarmRaised(time=time.time(), rank=self.rank, alarm="stall", message=f"{stalled.error}: {stalled.cause}")

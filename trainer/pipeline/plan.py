@@ -59,6 +59,11 @@ class RunPlan:
     def event_address(self) -> Path:
         return Path(self.sockets) / "events.sock"
 
+    @property
+    def board(self) -> Path:
+        """The mapping in which the ranks of this machine see each other; see trainer.pipeline.vitals."""
+        return Path(self.sockets) / "board"
+
     def pair_address(self, target: int, drafter: int) -> Path:
         """Socket that joins one target to one drafter."""
         return Path(self.sockets) / f"pair-{target}-{drafter}.sock"

@@ -31,8 +31,8 @@ from trainer.telemetry import PhaseLog, StageClock, Telemetry
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
-# Ranks import torch at different speeds on a loaded machine; a peer that is dead is noticed by the launcher anyway.
-_CONNECT_SECONDS = 120.0
+# A last resort: all ranks have met before, the launcher notices one that is dead, and the watchdogs one that stands still.
+_CONNECT_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ def take_post(plan: RunPlan, world: World, telemetry: Telemetry, phases: PhaseLo
     if device.type == "cuda":
         torch.cuda.set_device(device)
     clock = StageClock(timeline_of(device))
+    clock.pulse = world.pulse
     timer = ProfileTimer(
         clock,
         telemetry,
@@ -137,23 +138,35 @@ def take_post(plan: RunPlan, world: World, telemetry: Telemetry, phases: PhaseLo
         # In the order of an epoch 0, which is the same each time.
         held_out=HeldOut(tuple(aside.rows(0)), Layout.of(config).counts(world.machines), config, plan.total_steps),
         token_ids_seen=token_ids_seen,
-        joint=None if layout.shared else _join_peers(plan, layout, role, layout.index(world.local_rank), device),
+        joint=None if layout.shared else _join_peers(plan, layout, role, world, device),
     )
 
 
-def _join_peers(plan: RunPlan, layout: Layout, role: Role, index: int, device: torch.device) -> Joint:
+def _join_peers(plan: RunPlan, layout: Layout, role: Role, world: World, device: torch.device) -> Joint:
     ring = Ring(Path(plan.ring_file), slot_size=plan.slot_bytes, slots_per_pair=plan.slots_per_pair)
     if device.type == "cuda":
         ring.register_with_cuda()
     places = {pair: place for place, pair in enumerate(layout.pairs)}
+    index, first_rank = layout.index(world.local_rank), world.rank - world.local_rank
+    drafters = {drafter: first_rank + layout.targets + drafter for drafter in range(layout.drafters)}
+    targets = {target: first_rank + target for target in range(layout.targets)}
     if role is Role.TARGET:
         peers = {
-            drafter: channel.connect(plan.pair_address(index, drafter), f"drafter {drafter}", _CONNECT_SECONDS)
-            for drafter in range(layout.drafters)
+            drafter: channel.connect(
+                plan.pair_address(index, drafter),
+                f"drafter {drafter} (rank {rank})",
+                _CONNECT_SECONDS,
+                rank=rank,
+                pulse=world.pulse,
+            )
+            for drafter, rank in drafters.items()
         }
         return Joint(ring, {drafter: places[index, drafter] for drafter in peers}, peers)
-    listeners = {target: channel.listen(plan.pair_address(target, index)) for target in range(layout.targets)}
+    listeners = {target: channel.listen(plan.pair_address(target, index)) for target in targets}
     peers = {
-        target: channel.accept(listener, f"target {target}", _CONNECT_SECONDS) for target, listener in listeners.items()
+        target: channel.accept(
+            listeners[target], f"target {target} (rank {rank})", _CONNECT_SECONDS, rank=rank, pulse=world.pulse
+        )
+        for target, rank in targets.items()
     }
     return Joint(ring, {target: places[target, index] for target in peers}, peers)

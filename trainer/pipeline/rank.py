@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
-import time
 from pathlib import Path
 
 from remote.protocol.errors import DflashError
-from trainer.pipeline.membership import file_error, join_run
+from trainer.pipeline.layout import Layout
+from trainer.pipeline.membership import Filing, join_run
 from trainer.pipeline.plan import PLAN_VARIABLE, RunPlan
+from trainer.pipeline.pulse import Pulse
+from trainer.pipeline.vitals import Board
+from trainer.pipeline.watchdog import Stalled, Ward, Watchdog
 from trainer.telemetry import EventSender, EventWriter, PhaseLog, Telemetry
+
+# How long a rank that has filed its error may take to end: less than the 30 s within which the others have to follow.
+_LAST_SECONDS = 10.0
 
 
 def main() -> int:
@@ -19,18 +26,23 @@ def main() -> int:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     lock = join_run(plan.run, rank=rank, leader_pid=plan.leader_pid)
     layout = plan.layout()
-    role, device = layout.role(local_rank), layout.device_of(local_rank)
+    role = layout.role(local_rank)
     telemetry = _telemetry(plan, writes=local_rank == layout.first_drafter)
     phases = PhaseLog(telemetry, role=role, rank=rank)
+    filing = Filing(plan.run, rank, local_rank, role, layout.device_of(local_rank), phases)
+    pulse = Pulse()
     try:
-        with phases.phase("loading", "torch"):
-            from trainer.pipeline import roles
-        roles.run(plan, role, telemetry, phases)
+        with _watchdog(plan, layout, pulse, filing, telemetry).watching():
+            with phases.phase("loading", "torch"):
+                from trainer.pipeline import roles
+            roles.run(plan, role, telemetry, phases, pulse)
         # A rank that ended well must not look like the first one that died.
         plan.run.rank_pid(rank).unlink(missing_ok=True)
         return 0
     except BaseException as error:
-        file_error(plan.run, error, rank=rank, role=role, device=device, phase=phases.current, time=time.time())
+        filing.file(error)
+        # Connections of NCCL and the driver's end can hang, and the launcher notices a rank only when it has ended.
+        faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True)
         # A rank's failure ends the run; before the end of warm-up the names are still there, and nobody else may come.
         plan.forget_names()
         if isinstance(error, DflashError):
@@ -46,6 +58,22 @@ def _telemetry(plan: RunPlan, *, writes: bool) -> Telemetry:
     if writes:
         return EventWriter(plan.run.events, plan.event_address)
     return EventSender(plan.event_address)
+
+
+def _watchdog(plan: RunPlan, layout: Layout, pulse: Pulse, filing: Filing, telemetry: Telemetry) -> Watchdog:
+    def file(stalled: Stalled) -> None:
+        filing.file(stalled)
+        telemetry.emit(filing.alarm(stalled))
+        plan.forget_names()
+
+    ward = Ward(
+        local_rank=filing.local_rank,
+        ranks=layout.ranks,
+        name=layout.name(filing.local_rank, filing.rank),
+        phase=lambda: filing.phases.current,
+        stall_timeout=plan.train_config().stall_timeout,
+    )
+    return Watchdog(ward, pulse, Board(plan.board, layout.ranks), plan.run.stacks(filing.rank), file)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from trainer.pipeline.handover import Receiver, Sender
 from trainer.pipeline.layout import Role
 from trainer.pipeline.plan import RunPlan
 from trainer.pipeline.post import DTYPES, Joint, Post, take_post
+from trainer.pipeline.pulse import Pulse
 from trainer.pipeline.reader import RowReader
 from trainer.pipeline.receiver import Arrival, Fetcher, PrefetchReceiver, SyncReceiver
 from trainer.pipeline.reporting import Desk, PipelineProfiler, Reporter
@@ -42,7 +43,7 @@ from trainer.train import TrainResult, train
 _BUFFERS = 2
 
 
-def run(plan: RunPlan, role: Role, telemetry: Telemetry, phases: PhaseLog) -> None:
+def run(plan: RunPlan, role: Role, telemetry: Telemetry, phases: PhaseLog, pulse: Pulse) -> None:
     """Play a role to its end. Raises whatever goes wrong; the caller files it."""
     layout = plan.layout()
     if layout.device == "cuda" and not torch.cuda.is_available():
@@ -52,13 +53,18 @@ def run(plan: RunPlan, role: Role, telemetry: Telemetry, phases: PhaseLog) -> No
             hint="check the driver and the container's devices, or train on the CPU with --device cpu",
         )
     with (
-        join_world(layout, timeout=plan.train_config().collective_timeout) as world,
+        join_world(layout, timeout=collective_limit(plan.train_config()), pulse=pulse) as world,
         take_post(plan, world, telemetry, phases) as post,
     ):
         if role is Role.TARGET:
             run_target(post)
         else:
             run_drafter(post)
+
+
+def collective_limit(config: TrainConfig) -> float:
+    """Return the seconds after which a collective gives up. NCCL aborts the process without a word: the watchdogs come first."""
+    return max(config.collective_timeout, 2.5 * config.stall_timeout)
 
 
 def load_producer(post: Post) -> Producer:
@@ -161,8 +167,9 @@ def run_drafter(post: Post) -> None:
     session = make_session(post, producer, *built)
     with post.phases.phase("training"):
         outcome = train(session)
-    session.close()
-    _finish(post, outcome, session)
+    with post.phases.within("finishing"):
+        session.close()
+        _finish(post, outcome, session)
 
 
 def build_drafter(post: Post) -> tuple[Drafter, StepOptimizer, Ends]:
@@ -220,6 +227,7 @@ def make_session(
         receiver=make_receiver(post, producer, reporter),
         figures=DeferredFigures(post.copier, post.device),
         clock=post.clock,
+        phases=post.phases,
         timer=post.timer,
         desk=desk,
         padding=padding,

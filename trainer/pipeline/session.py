@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from remote.protocol.errors import DflashError
@@ -35,7 +34,7 @@ from trainer.pipeline.saving import Saving
 from trainer.pipeline.stage_clock import when_gradients_are_made
 from trainer.pipeline.target_side import SharedReceiver
 from trainer.pipeline.world import World
-from trainer.telemetry import StageClock
+from trainer.telemetry import PhaseLog, StageClock
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,7 @@ class DrafterSession:
     receiver: Receiver
     figures: DeferredFigures
     clock: StageClock
+    phases: PhaseLog
     timer: ProfileTimer
     desk: Desk | None
     padding: float
@@ -153,11 +153,14 @@ class DrafterSession:
 
     def receive(self, micro_batch: MicroBatch) -> PackedRow:
         """Take the states of a micro-batch: wait for them, or with shared roles make them."""
-        waits = not isinstance(self.receiver, SharedReceiver)
-        with self.clock.stage("wait_states") if waits else contextlib.nullcontext():
-            packed = self.receiver.receive(micro_batch.b)
+        packed = self._take(micro_batch)
         self._evidence.keep(packed.row, micro_batch.target)
         return packed
+
+    def _take(self, micro_batch: MicroBatch) -> PackedRow:
+        waits = not isinstance(self.receiver, SharedReceiver)
+        with self.clock.stage("wait_states") if waits else contextlib.nullcontext():
+            return self.receiver.receive(micro_batch.b)
 
     def release(self, row: PackedRow) -> None:
         self.clock.add_tokens(row.row.tokens)
@@ -207,7 +210,8 @@ class DrafterSession:
                 )
             if isinstance(self._model, DistributedDataParallel) and last:
                 when_gradients_are_made(sums.loss_sum, lambda: self.clock.turn_to("all_reduce"))
-            with self.clock.stage("backward"):
+            # The last backward of the step meets the other drafters'.
+            with self.clock.stage("backward"), self.world.meeting() if last else contextlib.nullcontext():
                 sums.loss_sum.backward()
         self.clock.add_flops(self._flops.row(packed.row.tokens, blocks))
         return sums
@@ -255,12 +259,17 @@ class DrafterSession:
         """Report the figures that are due; True when the drafters have agreed to stop. Raises DflashError on NaN."""
         if self.desk is not None:
             self.desk.reporter.trained(step)
-        stops = [self._report_one(figures) for figures in self.figures.push(step, sums, outcome)]
+        # On a GPU the sums of the step before are waited for here, and with them whoever is behind.
+        with self.world.meeting():
+            due = self.figures.push(step, sums, outcome)
+        stops = [self._report_one(figures) for figures in due]
         return any(stops)
 
     def report_rest(self) -> bool:
         """Report the figures that are on their way, waiting for them; returns and raises as `report` does."""
-        stops = [self._report_one(figures) for figures in self.figures.flush()]
+        with self.world.meeting():
+            due = self.figures.flush()
+        stops = [self._report_one(figures) for figures in due]
         return any(stops)
 
     def _report_one(self, figures: StepFigures) -> bool:
@@ -290,9 +299,9 @@ class DrafterSession:
         except DflashError as failure:
             if self.desk is not None:
                 self.desk.reporter.alarm("bad_batch_lost", f"{failure.error}: {failure.cause}", figures.step)
-        if figures.non_finite and self.world.drafter_count > 1:
+        if figures.non_finite:
             # The launcher ends every rank as soon as one has failed: not before the slowest has written.
-            distributed.barrier(group=self.world.drafters)
+            self.world.drafters_barrier()
         return saved
 
     def profile_if_due(self) -> None:
@@ -305,7 +314,8 @@ class DrafterSession:
 
     def save(self, step: int, held_out: HeldOutFigures | None) -> None:
         """Save a checkpoint, or know of it, unless a stop asked for none. Raises DflashError when it had to be written."""
-        self._saving.save(step, self.last_loss, held_out)
+        with self.phases.within("saving"):
+            self._saving.save(step, self.last_loss, held_out)
 
     def measure(self, step: int) -> HeldOutFigures | None:
         """Measure the drafter on the held-out documents, all drafters together; None where the schedule has none here."""
@@ -318,7 +328,7 @@ class DrafterSession:
         with self.clock.stage("held_out"), torch.no_grad():
             for micro_batch in micro_batches:
                 if (micro_batch.machine, micro_batch.drafter) == mine:
-                    packed = self.receiver.receive(micro_batch.b)
+                    packed = self._take(micro_batch)
                     sums.add(self._held_out_sums(packed))
                     self.receiver.release(packed)
             self.world.sum_over_drafters(sums.values)
@@ -347,5 +357,4 @@ class DrafterSession:
     def close(self) -> None:
         """Say goodbye to the targets and wait for the other drafters."""
         self.receiver.close()
-        if self.world.drafter_count > 1:
-            distributed.barrier(group=self.world.drafters)
+        self.world.drafters_barrier()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 from torch import distributed
 
 from trainer.pipeline.layout import Layout, Role
+from trainer.pipeline.pulse import Pulse
 
 # 54 GB of weights from a cold disk at 20 MB/s take 45 minutes.
 _LONGEST_LOAD = timedelta(hours=2)
@@ -27,30 +28,44 @@ class World:
     machines: int
     drafters: distributed.ProcessGroup | None
     drafter_count: int
+    pulse: Pulse = field(default_factory=Pulse)
 
     def barrier(self, stop_wanted: bool) -> bool:
         """Wait for all ranks; True everywhere if any of them wants to stop."""
         flag = torch.tensor(int(stop_wanted))
-        distributed.all_reduce(flag, op=distributed.ReduceOp.MAX)
+        with self.pulse.waiting("the other ranks"):
+            distributed.all_reduce(flag, op=distributed.ReduceOp.MAX)
         return bool(flag.item())
+
+    def meeting(self) -> AbstractContextManager[None]:
+        """Return a context for what meets the other drafters: whoever stands in it may be waiting for them."""
+        return self.pulse.waiting("the other drafters") if self.drafter_count > 1 else nullcontext()
+
+    def drafters_barrier(self) -> None:
+        """Wait until every drafter has come here."""
+        if self.drafter_count > 1:
+            with self.meeting():
+                distributed.barrier(group=self.drafters)
 
     def sum_over_drafters(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all drafters, in place."""
         if self.drafter_count > 1:
-            distributed.all_reduce(values, group=self.drafters)
+            with self.meeting():
+                distributed.all_reduce(values, group=self.drafters)
         return values
 
 
 @contextmanager
-def join_world(layout: Layout, *, timeout: float) -> Iterator[World]:
+def join_world(layout: Layout, *, timeout: float, pulse: Pulse) -> Iterator[World]:
     """Join the process groups that torch's launcher describes in the environment, and leave them at the end.
 
-    `timeout` (seconds) bounds every collective of a step: none waits for ever for a dead or hanging peer.
+    `timeout` (seconds) bounds every collective of a step: the last resort, for the watchdogs know more of a peer.
     """
     limit = timedelta(seconds=timeout)
     # Ranks' own collectives go over gloo: the world group only carries a stop flag. NCCL is for the drafters' gradients.
     # Its one barrier waits for the slowest load, which may take longer than any step; the launcher notices a dead rank.
-    distributed.init_process_group("gloo", timeout=max(limit, _LONGEST_LOAD))
+    with pulse.waiting("the other ranks"):
+        distributed.init_process_group("gloo", timeout=max(limit, _LONGEST_LOAD))
     local_rank = int(os.environ["LOCAL_RANK"])
     machines = int(os.environ["GROUP_WORLD_SIZE"])
     drafter_ranks = [
@@ -59,7 +74,9 @@ def join_world(layout: Layout, *, timeout: float) -> Iterator[World]:
         for local in range(layout.ranks)
         if layout.role(local) is not Role.TARGET
     ]
-    group = distributed.new_group(drafter_ranks, timeout=limit, backend="nccl" if layout.device == "cuda" else "gloo")
+    with pulse.waiting("the other ranks"):
+        backend = "nccl" if layout.device == "cuda" else "gloo"
+        group = distributed.new_group(drafter_ranks, timeout=limit, backend=backend)
     is_drafter = layout.role(local_rank) is not Role.TARGET
     yield World(
         rank=distributed.get_rank(),
@@ -68,7 +85,9 @@ def join_world(layout: Layout, *, timeout: float) -> Iterator[World]:
         machines=machines,
         drafters=group if is_drafter and isinstance(group, distributed.ProcessGroup) else None,
         drafter_count=len(drafter_ranks),
+        pulse=pulse,
     )
     # After a clean end only. A rank that fails keeps its connections until it has filed its error and exits: closed
     # earlier, the peers' complaints about a lost connection would be filed first and taken for the cause.
-    distributed.destroy_process_group()
+    with pulse.waiting("the other ranks"):
+        distributed.destroy_process_group()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from remote.protocol.errors import DflashError, preflight_error
 _DEMO_TARGET = ("build", "demo", "target")
 PLAIN = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 HYBRID = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+# Types whose numbers are the weights themselves. Others (F8_E4M3, I8, packed I32) mean nothing without scales beside them.
+_PLAIN_TYPES = ("F16", "BF16", "F32", "F64")
 # Where the text stack's tensors live: the multimodal wrapper has one level more.
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 # A safetensors header is JSON; the format bounds it at 100 MB.
@@ -59,8 +61,8 @@ def target_facts(path: Path | str) -> TargetFacts:
     """Read config.json and the safetensors headers of a target directory.
 
     Raises:
-        DflashError: directory, config or weights missing, unreadable, truncated or of an unsupported architecture
-            (code 7).
+        DflashError: directory, config or weights missing, unreadable, truncated, quantised or of an unsupported
+            architecture (code 7).
     """
     directory = Path(path)
     config = read_config(directory)
@@ -82,6 +84,7 @@ def target_facts(path: Path | str) -> TargetFacts:
     head_name = embedding_name if tied else "lm_head.weight"
     if head_name not in tensors:
         raise _unusable(directory, f"no tensor named {head_name}, and tie_word_embeddings is not set")
+    _refuse_quantised(directory, (config, text_config), prefix, head_name, tensors)
     # Rows of the table, not config.vocab_size: a mask token needs an embedding row, and tables are padded upwards.
     vocab_size, hidden_size = tensors[embedding_name].shape
     return TargetFacts(
@@ -191,6 +194,31 @@ def _tied(config: Mapping[str, Any], text_config: Mapping[str, Any], *, has_head
     """Return whether the embedding is the head too. A wrapper says it at two levels; if they differ, the files decide."""
     said = {bool(each["tie_word_embeddings"]) for each in (config, text_config) if "tie_word_embeddings" in each}
     return said.pop() if len(said) == 1 else bool(said) and not has_head
+
+
+def _refuse_quantised(
+    directory: Path,
+    configs: Sequence[Mapping[str, Any]],
+    prefix: str,
+    head_name: str,
+    tensors: Mapping[str, TensorEntry],
+) -> None:
+    """Raise a preflight error for quantised weights, by what the config says and by the tensors' own types.
+
+    They would load: an fp8 file has the plain names and shapes, and its scales would be left out without a word.
+    """
+    quantised = next((each["quantization_config"] for each in configs if each.get("quantization_config")), None)
+    used = (name for name in sorted(tensors) if name.startswith(prefix) or name == head_name)
+    odd = next((name for name in used if tensors[name].dtype not in _PLAIN_TYPES), None)
+    if quantised:
+        method = quantised.get("quant_method", "unnamed") if isinstance(quantised, Mapping) else quantised
+        cause = f"its config.json has a quantization_config of the method {method}"
+    elif odd is not None:
+        cause = f"{odd} is of type {tensors[odd].dtype}, not {', '.join(_PLAIN_TYPES[:-1])} or {_PLAIN_TYPES[-1]}"
+    else:
+        return
+    hint = "dequantise it, or take the bf16 release"
+    raise preflight_error(f"{directory} holds a quantised model", cause=cause, hint=hint)
 
 
 def _eos_token_ids(directory: Path, *configs: Mapping[str, Any]) -> tuple[int, ...]:

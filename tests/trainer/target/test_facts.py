@@ -8,12 +8,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from remote.protocol.errors import DflashError, ExitCode
 from trainer.target.facts import target_facts
+
+MakeTarget = Callable[..., Path]
 
 
 @pytest.fixture
@@ -124,6 +130,71 @@ def test_facts_need_no_torch(make_target):
         f"target_facts({str(make_target())!r}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+
+
+def quantise(path: Path, dtype: torch.dtype, said: Any, *, nested: bool = False) -> None:
+    """Convert the linear layers of a target as fp8 and compressed-tensors releases have them: plain names, scales beside."""
+    weights = load_file(path / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        scale = weights[name].abs().max() / (torch.finfo(dtype).max if dtype.is_floating_point else 127)
+        weights[name] = (weights[name] / scale).to(dtype)
+        weights[f"{name}_scale_inv"] = scale.reshape(1)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (config["text_config"] if nested else config)["quantization_config"] = said
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("dtype", "method"), [(FP8, "fp8"), (INT8, "compressed-tensors")])
+def test_a_quantised_target_is_refused_by_what_it_says(
+    make_target: MakeTarget, tmp_path: Path, dtype: torch.dtype, method: str
+) -> None:
+    path = shutil.copytree(make_target("Qwen3ForCausalLM"), tmp_path / "model")
+    quantise(path, dtype, {"quant_method": method, "weight_block_size": [128, 128]})
+    error = refused(path)
+    assert "quantised" in error.error
+    assert f"method {method}" in error.cause
+    assert "bf16 release" in error.hint
+
+
+def test_a_wrapper_may_say_it_inside(make_target: MakeTarget, tmp_path: Path) -> None:
+    source = make_target("Qwen3_5ForConditionalGeneration", tie_word_embeddings=False)
+    path = shutil.copytree(source, tmp_path / "model")
+    quantise(path, torch.bfloat16, {"quant_method": "fp8"}, nested=True)
+    assert "method fp8" in refused(path).cause
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(FP8, "F8_E4M3"), (INT8, "I8")])
+def test_a_quantised_target_that_says_nothing_is_known_by_its_tensors(
+    make_target: MakeTarget, tmp_path: Path, dtype: torch.dtype, kind: str
+) -> None:
+    path = shutil.copytree(make_target("Qwen3ForCausalLM"), tmp_path / "model")
+    quantise(path, dtype, None)
+    assert refused(path).cause == f"model.layers.0.mlp.down_proj.weight is of type {kind}, not F16, BF16, F32 or F64"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_plain_type_is_taken_and_other_parts_may_be_of_any(
+    make_target: MakeTarget, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    source = make_target("Qwen3_5ForConditionalGeneration", tie_word_embeddings=False)
+    path = shutil.copytree(source, tmp_path / "model")
+    weights = {name: value.to(dtype) for name, value in load_file(path / "model.safetensors").items()}
+    # The vision tower is never loaded.
+    weights["model.visual.extra"] = torch.zeros(2, dtype=torch.int8)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    assert target_facts(path).hybrid
+
+
+def test_a_head_of_another_type_is_seen(make_target: MakeTarget, tmp_path: Path) -> None:
+    path = shutil.copytree(make_target("Qwen3ForCausalLM", tie_word_embeddings=False), tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"].to(FP8)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    assert "lm_head.weight is of type F8_E4M3" in refused(path).cause
 
 
 @pytest.mark.parametrize(("outer", "inner", "tied"), [(True, True, True), (False, False, False), (False, True, False)])

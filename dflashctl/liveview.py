@@ -6,6 +6,7 @@ import re
 import time
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
@@ -13,8 +14,9 @@ from rich.text import Text
 from dflashctl.console import OUT, width
 from dflashctl.logview import LogView, end_line, readable
 from dflashctl.results import LogEnd
-from dflashctl.views import duration
-from remote.protocol.events import parse_line
+from dflashctl.views import duration, event_text, phase_text
+from remote.protocol.codec import from_plain
+from remote.protocol.events import KINDS, parse_line
 
 _STYLES = {
     "step": "default",
@@ -22,13 +24,13 @@ _STYLES = {
     "run_started": "bold",
     "run_finished": "bold green",
     "checkpoint_saved": "cyan",
+    "held_out": "green",
     "pipeline_profile": "magenta",
     "stage_profile": "dim magenta",
     "alarm": "bold white on red",
     "message": "yellow",
 }
-# What the eye looks for in a line of a step or a profile.
-_FIGURES = re.compile(r"\b((?:\w+_)?loss|tokens_per_second|accept_len)=(\S+)")
+_STAMP = "%H:%M:%S "
 _TROUBLE = re.compile(r"\b(Error|Exception|Traceback|CUDA out of memory|Killed)\b")
 
 
@@ -78,16 +80,21 @@ class LiveView(LogView):
             text = readable(line)
             fields = parse_line(text)
             if fields is None or fields["kind"] != "save_progress":  # that one moves the bar only
-                self._bar.console.print(_styled(text, fields), soft_wrap=True)
+                self._print(_styled(text, fields, self._bar.console.width), folded=fields is not None)
             if fields is not None:
                 self._advance(fields)
 
     def notice(self, text: str) -> None:
-        self._bar.console.print(Text(f"-- {text}", style="yellow"), soft_wrap=True)
+        self._print(Text(f"-- {text}", style="yellow"))
 
     def ended(self, end: LogEnd) -> None:
         style = "bold green" if end.state == "finished" else "bold cyan" if end.state == "stopped" else "bold red"
-        self._bar.console.print(Text(end_line(end), style=style), soft_wrap=True)
+        self._print(Text(end_line(end), style=style))
+
+    def _print(self, text: Text, *, folded: bool = True) -> None:
+        """Print a line; `folded`: one of ours, which goes on between words under its beginning. A path is never cut."""
+        console = self._bar.console
+        console.print(_folded(text, console.width) if folded else text, soft_wrap=True)
 
     def _advance(self, fields: dict[str, Any]) -> None:
         if fields["kind"] == "step":
@@ -107,7 +114,9 @@ class LiveView(LogView):
             first = max(fields["first_step"] - 1, 0)
             self._bar.update(self._task, description="step", visible=True, completed=first, total=fields["total_steps"])
         elif fields["kind"] == "phase" and not self._bar.tasks[0].completed:
-            self._bar.update(self._task, description=fields["phase"])
+            self._bar.update(self._task, description=phase_text(fields["phase"]))
+        elif fields["kind"] == "checkpoint_saved":
+            self._bar.update(self._task, description="step")
 
 
 def _figure(value: Any, spec: str) -> str:
@@ -115,38 +124,48 @@ def _figure(value: Any, spec: str) -> str:
     return format(value, spec) if isinstance(value, float) else str(value)
 
 
-def _styled(line: str, fields: dict[str, Any] | None) -> Text:
-    """Return a log line for the eye: an event short, in local time and with its figures in colour, other text as it is."""
+def _folded(text: Text, columns: int) -> Text:
+    """Return `text` in lines of at most `columns`, a longer word alone: rich's own folding would cut a path in two."""
+    indent = " " * len(time.strftime(_STAMP))
+    cuts: list[int] = []
+    begin, room = 0, columns
+    for word in re.finditer(r"\S+", text.plain):
+        if word.start() > begin and cell_len(text.plain[begin : word.end()]) > room:
+            cuts.append(word.start())
+            begin, room = word.start(), columns - len(indent)
+    lines = text.divide(cuts)
+    for line in lines:
+        line.rstrip()
+    return Text(f"\n{indent}").join(lines)
+
+
+def _styled(line: str, fields: dict[str, Any] | None, columns: int) -> Text:
+    """Return a log line for the eye: an event in words, in local time and with its figures in colour, other text as it is."""
     if fields is None:
         return Text(line, style="red" if _TROUBLE.search(line) else "default")
-    stamp = (time.strftime("%H:%M:%S ", time.localtime(fields["time"])), "dim")
+    stamp = (time.strftime(_STAMP, time.localtime(fields["time"])), "dim")
     if fields["kind"] == "step":
-        return Text.assemble(stamp, *_step_parts(fields))
+        text = Text.assemble(stamp, *_step_parts(fields))
+        return text if text.cell_len <= columns else Text.assemble(stamp, *_step_parts(fields, short=True))
     if (sentence := _SENTENCES.get(fields["kind"])) is not None:
-        return Text.assemble(stamp, (sentence(fields), _STYLES[fields["kind"]]))
-    rest = line.partition(" ")[2]
-    text = Text(rest, style=_STYLES.get(fields["kind"], "default"))
-    if fields["kind"] != "alarm":
-        for match in _FIGURES.finditer(rest):
-            text.stylize("bold green" if match[1].endswith("loss") else "bold cyan", match.start(2), match.end(2))
-    return Text.assemble(stamp, text)
+        words = sentence(fields)
+    else:
+        words = event_text(from_plain(KINDS[fields["kind"]], fields))
+    return Text.assemble(stamp, (words, _STYLES[fields["kind"]]))
 
 
-def _step_parts(fields: dict[str, Any]) -> list[str | tuple[str, str]]:
+def _step_parts(fields: dict[str, Any], *, short: bool = False) -> list[str | tuple[str, str]]:
+    """Return the figures of a step; `short`, those that fit 80 columns."""
     parts: list[str | tuple[str, str]] = [
         f"step {fields['step']}/{fields['total_steps']}  loss ",
         (_figure(fields["loss"], ".4f"), "bold green"),
         f"  accuracy {_figure(fields['accuracy'], '.3f')}  accept {_figure(fields['accept_len'], '.2f')}",
-        f"  lr {_figure(fields['lr'], '.2e')}  grad {_figure(fields['grad_norm'], '.2f')}  ",
-        (_figure(fields["tokens_per_second"], ",.0f"), "bold cyan"),
-        " tok/s",
     ]
+    if not short:
+        parts.append(f"  lr {_figure(fields['lr'], '.2e')}  grad {_figure(fields['grad_norm'], '.2f')}")
+    if fields["applied"] or not short:
+        parts += ["  ", (_figure(fields["tokens_per_second"], ",.0f"), "bold cyan"), " tok/s"]
     return parts if fields["applied"] else [*parts, ("  not applied", "bold red")]
-
-
-def _checkpoint(fields: dict[str, Any]) -> str:
-    size = fields["bytes"] / 1e6
-    return f"checkpoint of step {fields['step']}, {size:,.0f} MB in {_figure(fields['seconds'], '.1f')} s: {fields['path']}"
 
 
 def _who_waits(fields: dict[str, Any]) -> str:
@@ -171,4 +190,5 @@ def _share(part: Any, whole: Any) -> str:
 
 
 _LIMITS = {"targets": "targets limit", "drafters": "drafters limit", "neither": "balanced"}
-_SENTENCES = {"checkpoint_saved": _checkpoint, "pipeline_profile": _who_waits, "stage_profile": _stages}
+# What `start` and `stop` never tell; all other kinds have the words that these use.
+_SENTENCES = {"pipeline_profile": _who_waits, "stage_profile": _stages}

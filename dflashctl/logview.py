@@ -62,11 +62,21 @@ class LogView(ABC):
 
 def end_line(end: LogEnd) -> str:
     """Return the last line of a followed log."""
+    # Only now: it takes longer than the first lines of a log do.
+    from dflashctl.views import not_applied_text
+
     line = f"run {end.run} {end.state}" if end.run else f"run {end.state}"
     if end.exit is not None and end.exit.last_step:
         line += f" at step {end.exit.last_step}"
+    if end.exit is not None and end.exit.not_applied:
+        line += f", {not_applied_text(end.exit.not_applied)} not applied"
+    if end.exit is not None and end.exit.held_out is not None:
+        line += f", held-out loss {end.exit.held_out.loss:.4f}"
+    # Last: a path is copied, and what follows it would be copied with it.
     if end.exit is not None and end.exit.last_checkpoint:
         line += f", checkpoint {end.exit.last_checkpoint}"
+    if end.exit is not None and (best := end.exit.best) is not None and best.checkpoint != end.exit.last_checkpoint:
+        line += f", best (held-out loss {best.loss:.4f}) {best.checkpoint}"
     return line
 
 

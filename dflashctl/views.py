@@ -12,6 +12,7 @@ from remote.protocol.events import (
     AlarmRaised,
     CheckpointSaved,
     Event,
+    HeldOutMeasured,
     Message,
     Phase,
     PipelineProfile,
@@ -20,7 +21,7 @@ from remote.protocol.events import (
     SaveProgress,
     Step,
 )
-from remote.protocol.records import Alarm, Lifecycle, RunStatus
+from remote.protocol.records import Alarm, HeldOut, Lifecycle, RunStatus
 from trainer.config import config_flags
 
 STATE_STYLES: dict[str, str] = {
@@ -80,14 +81,17 @@ def status_lines(status: RunStatus, where: str, out: Stream, now: float | None =
         [
             ("step", _step_text(status)),
             ("loss", "" if status.loss is None else f"{status.loss:.4f}"),
+            ("held-out", "" if status.held_out is None else held_out_text(status.held_out)),
+            ("not applied", not_applied_text(status.not_applied)),
             ("speed", "" if status.tokens_per_second is None else f"{status.tokens_per_second:,.0f} tok/s"),
-            ("phase", status.phase if alive else ""),
+            ("phase", phase_text(status.phase) if alive else ""),
             ("layout", status.topology),
             ("last sign", f"{duration(max(now - status.last_event, 0))} ago" if alive and status.last_event else ""),
             ("begun", _begun(status, now)),
             ("resumed", status.resumed_from),
             ("restart of", status.restarted_from),
             ("checkpoint", status.last_checkpoint),
+            *_best_rows(status.best, status.last_checkpoint),
             ("release", status.release),
             ("note", status.note),
             ("directory", status.run_dir),
@@ -117,6 +121,27 @@ def alarm_lines(alarms: Sequence[Alarm], out: Stream) -> list[str]:
 def indented(text: str) -> list[str]:
     """Return foreign text (a traceback, last log lines) made harmless and set off by two spaces."""
     return ["  " + harmless(line) for line in text.rstrip().splitlines()]
+
+
+def held_out_text(measured: HeldOut | HeldOutMeasured) -> str:
+    """Return one measurement on the held-out documents."""
+    figures = f"loss {measured.loss:.4f}, accuracy {measured.accuracy:.3f}, accept {measured.accept_len:.2f}"
+    return f"{figures} at step {measured.step}"
+
+
+def not_applied_text(count: int) -> str:
+    """Return how many steps left the weights as they were, "" for none."""
+    return f"{count} step{'s' if count > 1 else ''}" if count else ""
+
+
+def _best_rows(best: HeldOut | None, newest: str) -> list[tuple[str, str]]:
+    """Return the best checkpoint's rows; its path has one of its own, for two figures and a path wrap at 80 columns."""
+    if best is None:
+        return []
+    figures = f"held-out loss {best.loss:.4f} at step {best.step}"
+    if best.checkpoint == newest:
+        return [("best", f"the newest, {figures}")]
+    return [("best", figures), ("", best.checkpoint)]
 
 
 def _step_text(status: RunStatus) -> str:
@@ -210,24 +235,42 @@ def _value_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def phase_text(name: str) -> str:
+    """Return a phase as a person writes it."""
+    return "warm-up" if name == "warmup" else name
+
+
 def event_text(event: Event) -> str:
     """Return what an event means to somebody who waits, "" for what he need not see."""
     if isinstance(event, Phase):
         took = f" ({duration(event.seconds)})" if event.seconds else ""
         who = "" if event.role == "agent" else f"{event.role}: "
-        return f"{who}{event.phase}{f' {event.detail}' if event.detail else ''}{took}"
+        return f"{who}{phase_text(event.phase)}{f' {event.detail}' if event.detail else ''}{took}"
     if isinstance(event, RunStarted):
         begin = f"resumed from {event.resumed_from}" if event.resumed_from else "fresh"
         return f"{event.topology}, {event.total_steps} steps, {begin}"
     if isinstance(event, SaveProgress):
         return f"saving step {event.step}: {size(event.written)} of {size(event.total)}"
     if isinstance(event, CheckpointSaved):
-        return f"checkpoint of step {event.step}: {event.path} ({size(event.bytes)}, {duration(event.seconds)})"
+        best = ", the best so far" if event.best else ""
+        return f"checkpoint of step {event.step}{best}: {event.path} ({size(event.bytes)}, {duration(event.seconds)})"
+    if isinstance(event, HeldOutMeasured):
+        return f"held-out {held_out_text(event)}"
     if isinstance(event, AlarmRaised):
         return f"ALARM {event.alarm}: {event.message}"
     if isinstance(event, RunFinished):
-        return f"{event.result} at step {event.step}"
+        return _finished_text(event)
     return event.text if isinstance(event, Message) else ""
+
+
+def _finished_text(event: RunFinished) -> str:
+    parts = [f"{event.result} at step {event.step}"]
+    if event.tokens:
+        parts.append(f"{event.tokens:,} tokens in {duration(event.seconds)}")
+        parts.append(f"loss {event.first_loss:.4f} to {event.last_loss:.4f}")
+    if event.not_applied:
+        parts.append(f"{not_applied_text(event.not_applied)} not applied")
+    return ", ".join(parts)
 
 
 def first_step_line(status: RunStatus, step: Step | None, profile: PipelineProfile | None) -> str:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from remote.agent.tail import first_events, last_events
-from remote.agent.verdict import read_stop
+from remote.agent.verdict import measurement, read_stop
 from remote.protocol.errors import DflashError, ExitCode
-from remote.protocol.events import CheckpointSaved, Event, Phase, RunFinished, RunStarted, Step
+from remote.protocol.events import CheckpointSaved, Event, HeldOutMeasured, Phase, RunFinished, RunStarted, Step
 from remote.protocol.identity import boot_id
 from remote.protocol.layout import RootLayout, RunLayout, is_run_id
 from remote.protocol.locks import is_held
-from remote.protocol.records import ExitRecord, Lifecycle, R, RunSpec, RunState, RunStatus, read_record
+from remote.protocol.records import ExitRecord, HeldOut, Lifecycle, R, RunSpec, RunState, RunStatus, read_record
 
 _TAIL_BYTES = (1 << 14, 1 << 18, 1 << 22)
 """How much of events.jsonl is read, from its end, until a step is found: bounded, whatever its length."""
@@ -85,6 +85,7 @@ class Tail:
     phase: Phase | None = None
     checkpoint: CheckpointSaved | None = None
     finished: RunFinished | None = None
+    held_out: HeldOut | None = None
     last_event: float = 0.0
 
     @classmethod
@@ -106,11 +107,13 @@ class Tail:
             last = max(last, event.time)
         step, phase = newest.get(Step), newest.get(Phase)
         saved, finished = newest.get(CheckpointSaved), newest.get(RunFinished)
+        measured = newest.get(HeldOutMeasured)
         return cls(
             step=step if isinstance(step, Step) else None,
             phase=phase if isinstance(phase, Phase) else None,
             checkpoint=saved if isinstance(saved, CheckpointSaved) else None,
             finished=finished if isinstance(finished, RunFinished) else None,
+            held_out=measurement(measured) if isinstance(measured, HeldOutMeasured) else None,
             last_event=last,
         )
 
@@ -158,7 +161,9 @@ def status_of(run: RunLayout) -> RunStatus:
     step = tail.step
     problems = [problem for problem in (spec_problem, state_problem, exit_problem) if problem]
     message = _last_word(state, kept, ended)
-    saved = tail.checkpoint.path if tail.checkpoint is not None else ""
+    # The supervisor heard all events; what it has not written yet, or never will, is near the file's end.
+    told = ended or kept
+    saved = tail.checkpoint.path if tail.checkpoint is not None else (kept.last_checkpoint if kept else "")
     return RunStatus(
         run_id=run.run_id,
         state=str(state),
@@ -184,7 +189,17 @@ def status_of(run: RunLayout) -> RunStatus:
         traceback=ended.traceback if ended else "",
         run_dir=str(run.path),
         alarms=kept.alarms if kept else (),
+        held_out=_newest(told.held_out if told else None, tail.held_out),
+        best=told.best if told else None,
+        not_applied=told.not_applied if told else 0,
     )
+
+
+def _newest(told: HeldOut | None, seen: HeldOut | None) -> HeldOut | None:
+    if told is None or seen is None:
+        return told or seen
+    # Of one step the record knows more: the checkpoint.
+    return told if told.step >= seen.step else seen
 
 
 def _last_word(state: Lifecycle, kept: RunState | None, ended: ExitRecord | None) -> str:

@@ -39,6 +39,14 @@ class StateFile:
         if self.state.state != state:
             self.change(state=str(state), since=time.time())
 
+    def note(self, **values: Any) -> None:
+        """Replace fields of the state that may change at every step: they reach the disk with the next write."""
+        changed = dataclasses.replace(self.state, **values)
+        if changed != self.state:
+            self.state = changed
+            self._dirty = True
+            self.flush()
+
     def alarm(self, kind: str, message: str, step: int = 0) -> None:
         """Note an alarm, once per kind and step; a further one of its kind replaces the message and is counted."""
         if self._alarmed_at.get(kind) == step:

@@ -141,6 +141,14 @@ class Supervisor:
                 self._file.alarm(event.alarm, event.message, event.step)
         if self._escalation is not None:
             self._escalation.progress(events)
+        # `status` reads the end of events.jsonl alone, and these may lie far before it.
+        story = self._story
+        self._file.note(
+            last_checkpoint=story.last_checkpoint,
+            held_out=story.held_out,
+            best=story.best,
+            not_applied=story.not_applied,
+        )
 
     def _look_for_stall(self) -> None:
         # Before the first step, start's limit on silence watches; after a stop, the escalation does.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from remote.protocol.errors import DflashError
-from remote.protocol.events import CheckpointSaved, Event, Phase, RunFinished, Step
+from remote.protocol.events import CheckpointSaved, Event, HeldOutMeasured, Phase, RunFinished, Step
 from remote.protocol.layout import RunLayout
-from remote.protocol.records import ExitRecord, Lifecycle, RankError, StopRequest, read_record
+from remote.protocol.records import ExitRecord, HeldOut, Lifecycle, RankError, StopRequest, read_record
 
 _RESULTS = (Lifecycle.FINISHED, Lifecycle.STOPPED, Lifecycle.FAILED)
 _ERROR_FILE = re.compile(r"rank-(-1|[0-9]{1,6})\.json")
@@ -27,6 +28,9 @@ class Story:
     last_step: int = 0
     last_checkpoint: str = ""
     finished: RunFinished | None = None
+    held_out: HeldOut | None = None
+    best: HeldOut | None = None
+    not_applied: int = 0
     roles: dict[int, str] = field(default_factory=dict[int, str])
 
     def hear(self, events: Iterable[Event]) -> None:
@@ -34,12 +38,26 @@ class Story:
         for event in events:
             if isinstance(event, Step):
                 self.last_step = event.step
+                self.not_applied += not event.applied
+            elif isinstance(event, HeldOutMeasured):
+                self.held_out = measurement(event)
             elif isinstance(event, CheckpointSaved):
-                self.last_checkpoint = event.path
+                self._saved(event)
             elif isinstance(event, Phase) and event.rank >= 0:
                 self.roles[event.rank] = event.role
             elif isinstance(event, RunFinished):
                 self.finished = event
+
+    def _saved(self, event: CheckpointSaved) -> None:
+        self.last_checkpoint = event.path
+        if self.held_out is not None and self.held_out.step == event.step:
+            self.held_out = dataclasses.replace(self.held_out, checkpoint=event.path)
+            self.best = self.held_out if event.best else self.best
+
+
+def measurement(event: HeldOutMeasured) -> HeldOut:
+    """Return the event as records keep it."""
+    return HeldOut(event.step, event.loss, event.accuracy, event.accept_len)
 
 
 @dataclass(frozen=True)
@@ -113,6 +131,9 @@ def judge(run: RunLayout, story: Story, ending: Ending) -> ExitRecord:
         failed_rank=failed_rank,
         message=message,
         traceback=traceback,
+        held_out=story.held_out,
+        best=story.best,
+        not_applied=max(story.not_applied, story.finished.not_applied if story.finished else 0),
     )
 
 

@@ -84,6 +84,17 @@ class Alarm:
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """What the drafter of `step` scored on the held-out documents (see the event), and its checkpoint once it is saved."""
+
+    step: int
+    loss: float
+    accuracy: float
+    accept_len: float
+    checkpoint: str = ""
+
+
+@dataclass(frozen=True)
 class RunState:
     """state.json: what the supervisor knows while it lives."""
 
@@ -96,6 +107,12 @@ class RunState:
     trainer_pid: int = 0
     stop_by: str = ""
     alarms: tuple[Alarm, ...] = ()
+    last_checkpoint: str = ""
+    held_out: HeldOut | None = None
+    """The newest measurement, and in `best` that of the checkpoint which the trainer keeps as its best."""
+    best: HeldOut | None = None
+    not_applied: int = 0
+    """Steps of this run that were trained and not applied to the weights."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +171,9 @@ class ExitRecord:
     failed_rank: int | None = None
     message: str = ""
     traceback: str = ""
+    held_out: HeldOut | None = None
+    best: HeldOut | None = None
+    not_applied: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,6 +205,9 @@ class RunStatus:
     traceback: str = ""
     run_dir: str = ""
     alarms: tuple[Alarm, ...] = ()
+    held_out: HeldOut | None = None
+    best: HeldOut | None = None
+    not_applied: int = 0
 
 
 def read_record(cls: type[R], path: Path) -> R | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -54,6 +55,11 @@ STAGES = ev.StageProfile(
     time=0.0, role="drafter", device="cuda:5", interval=10.0, tokens=5, stages={"forward": 4.5, "wait_states": 0.0}
 )
 
+HELD_OUT = ev.HeldOutMeasured(time=0.0, step=3, loss=math.nan, accuracy=0.25, accept_len=1.5, seconds=0.5)
+FINISHED = ev.RunFinished(
+    time=0.0, result="finished", step=3, seconds=9.0, tokens=30, first_loss=9.5, last_loss=2.0, not_applied=1
+)
+LONG_PATH = "/checkpoints" * 9
 
 LOG = "\n".join(
     [
@@ -61,11 +67,15 @@ LOG = "\n".join(
         ev.render_line(ev.RunStarted(time=0.0, run_id="r", topology="t", total_steps=30, first_step=1)),
         ev.render_line(step(2, 9.5)),
         ev.render_line(ev.AlarmRaised(time=0.0, alarm="stall", message="stands still")),
+        ev.render_line(dataclasses.replace(step(3, 1.0), applied=False)),
         ev.render_line(step(3, math.nan)),
+        ev.render_line(HELD_OUT),
         ev.render_line(SAVED),
+        ev.render_line(dataclasses.replace(SAVED, path=LONG_PATH, best=True)),
         ev.render_line(ev.SaveProgress(time=0.0, step=3, written=1, total=2)),
         ev.render_line(PROFILE),
         ev.render_line(STAGES),
+        ev.render_line(FINISHED),
         ev.render_line(step(4, 2.0))[:90],
         "Traceback (most recent call last):",
         "evil \x1b]0;title\x07",
@@ -73,12 +83,12 @@ LOG = "\n".join(
 )
 
 
-def show(tmp_path, **environment):
+def show(tmp_path, columns=120, **environment):
     (tmp_path / "log").write_text(LOG)
     kept = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
     kept |= {"PYTHONPATH": str(REPOSITORY), "TERM": "xterm-256color", "TZ": "UTC"} | environment
     code, seen = on_terminal(
-        ["sh", "-c", f'"{sys.executable}" -c "$PROGRAM" < log'], kept | {"PROGRAM": PROGRAM}, tmp_path
+        ["sh", "-c", f'"{sys.executable}" -c "$PROGRAM" < log'], kept | {"PROGRAM": PROGRAM}, tmp_path, columns
     )
     assert code == 0, seen
     return seen
@@ -94,7 +104,7 @@ def test_bar_and_colours_on_a_terminal(tmp_path):
     assert "step 2/30  loss 9.5000  accuracy 0.500  accept 2.50" in text
     assert "loss NaN" in text
     assert re.search(r"saving 50% ━+.* 3/30 loss NaN  14,500 tok/s  1m 15s left", text)
-    assert "checkpoint of step 3, 1 MB in 0.5 s: /c" in text
+    assert "checkpoint of step 3: /c (976.6 KiB, 0.5 s)" in text
     assert "save_progress" not in text
     assert (
         "waits: targets 1%, drafters NaN, drafters limit; tok/s: pipeline 5, targets alone 6, drafters alone 7" in text
@@ -106,6 +116,38 @@ def test_bar_and_colours_on_a_terminal(tmp_path):
     assert "\x1b]0;" not in seen
     assert "-- truncated" in text
     assert text.rstrip().endswith("1 LiveView")
+
+
+KINDS_IN_WORDS = [
+    "target: loading",
+    "t, 30 steps, fresh",
+    "ALARM stall: stands still",
+    "held-out loss nan, accuracy 0.250, accept 1.50 at step 3",
+    "finished at step 3, 30 tokens in 9.0 s, loss 9.5000 to 2.0000, 1 step not applied",
+]
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_events_are_told_in_words_and_fit_the_terminal(tmp_path, columns):
+    text = plain(show(tmp_path, columns))
+    lines = text.split("\n")
+    unfolded = text.replace("\n         ", " ")
+    for words in KINDS_IN_WORDS:
+        assert re.search(rf"^\d\d:\d\d:\d\d {re.escape(words)}$", unfolded, re.MULTILINE), words
+    assert not re.search(r"\b(phase|held_out|run_started|run_finished|checkpoint_saved) \w+=", text)
+    told = [line for line in lines if re.match(r"\d\d:\d\d:\d\d |         \S", line) and LONG_PATH not in line]
+    assert max(map(len, told)) <= columns
+    # Between words, under the beginning of the line, and a path in one piece: it is there to be copied.
+    assert any(re.fullmatch(rf".*{LONG_PATH}.*", line) for line in lines)
+    assert (f"         {LONG_PATH}" in lines) == (columns == 80)
+
+
+def test_a_narrow_terminal_has_the_figures_of_a_step_in_one_line(tmp_path):
+    wide, narrow = (plain(show(tmp_path, columns)) for columns in (120, 80))
+    figures = "step 3/30  loss 1.0000  accuracy 0.500  accept 2.50  "
+    assert f"{figures}lr 1.00e-04  grad 1.00  14,500 tok/s  not applied" in wide
+    assert f"{figures}not applied\n" in narrow
+    assert "step 2/30  loss 9.5000  accuracy 0.500  accept 2.50  14,500 tok/s\n" in narrow
 
 
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1", "FORCE_COLOR": "1"}, {"TERM": "dumb"}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from dflashctl.logview import JsonView, PipedView, PlainView, RawView, choose_view, end_line, readable
 from dflashctl.results import LogEnd
 from remote.protocol import events as ev
-from remote.protocol.records import ExitRecord
+from remote.protocol.records import ExitRecord, HeldOut
 
 ALARM = ev.AlarmRaised(time=1.0, alarm="non_finite", message="loss NaN on drafter 1", step=3)
 SAVED = ev.CheckpointSaved(time=2.0, step=3, path="/c", bytes=10, seconds=0.5)
@@ -66,6 +67,19 @@ def test_the_end_of_a_raw_log_is_no_part_of_it(capsys):
 def test_end_line():
     record = ExitRecord("r", "stopped", 1.0, "trainer", last_step=7, last_checkpoint="/c")
     assert end_line(LogEnd("stopped", "r", record)) == "run r stopped at step 7, checkpoint /c"
+
+
+def test_end_line_with_what_was_measured_and_refused():
+    best, newest = HeldOut(4, 2.5, 0.25, 1.5, "/c/4"), HeldOut(7, 2.75, 0.2, 1.4, "/c/7")
+    record = ExitRecord(
+        "r", "finished", 1.0, "trainer", last_step=7, last_checkpoint="/c/7", held_out=newest, best=best, not_applied=1
+    )
+    assert end_line(LogEnd("finished", "r", record)) == (
+        "run r finished at step 7, 1 step not applied, held-out loss 2.7500, checkpoint /c/7, "
+        "best (held-out loss 2.5000) /c/4"
+    )
+    record = dataclasses.replace(record, best=newest, not_applied=0)
+    assert end_line(LogEnd("finished", "r", record)).endswith("held-out loss 2.7500, checkpoint /c/7")
 
 
 def test_the_view_fits_the_stream(monkeypatch):

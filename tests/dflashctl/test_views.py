@@ -26,7 +26,7 @@ from dflashctl.views import (
     wrapped,
 )
 from remote.protocol import events as ev
-from remote.protocol.records import Alarm, Lifecycle, RunStatus
+from remote.protocol.records import Alarm, HeldOut, Lifecycle, RunStatus
 from trainer.config import TrainConfig, config_flags
 
 STATUS = RunStatus(
@@ -92,6 +92,34 @@ def test_alarms_lead_and_a_failed_run_shows_its_traceback():
     assert not [line for line in lines if line.startswith(("phase", "last sign"))]
 
 
+def test_held_out_figures_the_best_checkpoint_and_refused_steps():
+    best = HeldOut(6, 2.5, 0.25, 1.5, "/c/step-6")
+    shown = dataclasses.replace(
+        STATUS,
+        held_out=HeldOut(9, 2.75, 0.2, float("nan"), "/c/step-9"),
+        best=best,
+        last_checkpoint="/c/step-9",
+        not_applied=1,
+    )
+    lines = status_lines(shown, "local", OUT, now=1060.0)
+    assert "held-out    loss 2.7500, accuracy 0.200, accept nan at step 9" in lines
+    assert "not applied 1 step" in lines
+    at = lines.index("best        held-out loss 2.5000 at step 6")
+    assert lines[at - 1 : at + 2 : 2] == ["checkpoint  /c/step-9", "            /c/step-6"]
+    newest = status_lines(dataclasses.replace(shown, last_checkpoint="/c/step-6", not_applied=2), "local", OUT)
+    assert "best        the newest, held-out loss 2.5000 at step 6" in newest
+    assert "not applied 2 steps" in newest
+    without = "\n".join(status_lines(STATUS, "local", OUT))
+    assert not [word for word in ("held-out", "best", "not applied") if word in without]
+
+
+def test_a_phase_is_written_as_people_write_it():
+    assert "phase       warm-up" in status_lines(dataclasses.replace(STATUS, phase="warmup"), "local", OUT)
+    assert (
+        event_text(ev.Phase(time=0, role="target", phase="warmup", detail="(128, 24)")) == "target: warm-up (128, 24)"
+    )
+
+
 @pytest.mark.parametrize("state", list(Lifecycle))
 def test_every_state_has_a_card(state):
     assert status_lines(RunStatus("", str(state)), "local", OUT)
@@ -145,6 +173,27 @@ def test_the_width_is_bounded(monkeypatch):
         (ev.AlarmRaised(time=0, alarm="stall", message="m"), "ALARM stall: m"),
         (ev.Message(time=0, level="info", text="hello"), "hello"),
         (ev.RunFinished(time=0, result="stopped", step=4), "stopped at step 4"),
+        (
+            ev.RunFinished(
+                time=0,
+                result="finished",
+                step=4,
+                seconds=75.0,
+                tokens=6668,
+                first_loss=9.5,
+                last_loss=3.25,
+                not_applied=2,
+            ),
+            "finished at step 4, 6,668 tokens in 1m 15s, loss 9.5000 to 3.2500, 2 steps not applied",
+        ),
+        (
+            ev.HeldOutMeasured(time=0, step=8, loss=3.5, accuracy=0.25, accept_len=1.75, seconds=2.0),
+            "held-out loss 3.5000, accuracy 0.250, accept 1.75 at step 8",
+        ),
+        (
+            ev.CheckpointSaved(time=0, step=8, path="/c", bytes=1024, seconds=1.0, best=True),
+            "checkpoint of step 8, the best so far: /c (1.0 KiB, 1.0 s)",
+        ),
         (STEP, ""),
     ],
 )

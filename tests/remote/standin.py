@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import os
 import signal
@@ -46,6 +47,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--ignore-term", action="store_true")
     parser.add_argument("--grandchild", action="store_true", help="leave a process outside session, group and records")
     parser.add_argument("--alarm", action="store_true", help="raise an alarm at step 2")
+    parser.add_argument("--refuse", type=int, default=0, help="a step that is not applied")
     parser.add_argument("--sockets", action="store_true", help="leave a temporary directory behind")
     return parser.parse_args()
 
@@ -114,9 +116,13 @@ def train(opts: argparse.Namespace) -> None:
         step += 1
         if opts.hang_after and step > opts.hang_after:
             time.sleep(600)
-        emit(step_event(step, opts.steps))
+        emit(dataclasses.replace(step_event(step, opts.steps), applied=step != opts.refuse))
         if step == opts.save_at:
-            save(step, 0.0)
+            measured = ev.HeldOutMeasured(
+                time=time.time(), step=step, loss=2.5, accuracy=0.25, accept_len=1.5, seconds=0.0
+            )
+            emit(measured)
+            save(step, 0.0, best=True)
         if step == 2 and opts.alarm:
             emit(ev.AlarmRaised(time=time.time(), alarm="loss_not_positive", message="loss 0.0 on drafter 0", step=2))
     return finish("finished", step, "")
@@ -138,7 +144,7 @@ def step_event(step: int, total: int) -> ev.Step:
     )
 
 
-def save(step: int, seconds: float, fail: bool = False) -> str:
+def save(step: int, seconds: float, fail: bool = False, *, best: bool = False) -> str:
     """Write a checkpoint with progress, as slowly as asked."""
     if fail:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -147,7 +153,7 @@ def save(step: int, seconds: float, fail: bool = False) -> str:
         time.sleep(seconds / 10)
     path = RUN.checkpoints / f"step-{step:06d}"
     path.mkdir(parents=True)
-    emit(ev.CheckpointSaved(time=time.time(), step=step, path=str(path), bytes=10, seconds=seconds))
+    emit(ev.CheckpointSaved(time=time.time(), step=step, path=str(path), bytes=10, seconds=seconds, best=best))
     return str(path)
 
 

@@ -37,6 +37,7 @@ class Saving:
     def __post_init__(self) -> None:
         self.last: Path | None = Path(self.plan.resume) if self.plan.resume else None
         self.best_loss: float | None = None
+        self.best: Path | None = None
         if self.last is not None:
             self.best_loss = checkpoint_files.read_state(self.last).best_held_out_loss
 
@@ -76,6 +77,7 @@ class Saving:
                 path=str(saved.path),
                 bytes=saved.bytes,
                 seconds=saved.seconds,
+                best=saved.path == self.best,
             )
         )
 
@@ -106,7 +108,7 @@ class Saving:
         try:
             if is_best:
                 checkpoint_files.mark_best(output_dir, saved.path)
-                self.best_loss = measured
+                self.best_loss, self.best = measured, saved.path
             checkpoint_files.rotate(output_dir, self.config.keep_checkpoints)
         except OSError as error:
             raise DflashError("old checkpoints cannot be removed", cause=str(error)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 from collections.abc import Iterator
@@ -12,12 +13,12 @@ import pytest
 
 from remote.agent.lifecycle import choose_run, lifecycle_of, lives, run_ids, status_of
 from remote.protocol.errors import DflashError
-from remote.protocol.events import CheckpointSaved, Phase, RunFinished, RunStarted, Step, encode
+from remote.protocol.events import CheckpointSaved, HeldOutMeasured, Phase, RunFinished, RunStarted, Step, encode
 from remote.protocol.files import write_json
 from remote.protocol.identity import boot_id
 from remote.protocol.layout import RootLayout, RunLayout
 from remote.protocol.locks import LockKind, acquire
-from remote.protocol.records import Alarm, ExitRecord, Lifecycle, RunSpec, RunState, StopRequest
+from remote.protocol.records import Alarm, ExitRecord, HeldOut, Lifecycle, RunSpec, RunState, StopRequest
 
 RUN_ID = "20200101-000000-aaaaaa"
 
@@ -168,6 +169,23 @@ class TestStatus:
         assert status.topology == "5 targets / 3 drafters on cuda"
         assert status.alarms == (Alarm("stall", "m", 2.0, 3),)
         assert status.last_event == 107.0
+
+    def test_what_the_supervisor_noted_and_what_it_has_not_written_yet(self, run):
+        noted = HeldOut(6, 3.0, 0.25, 1.5, "/c/6")
+        state = RunState(RUN_ID, "running", 1.0, last_checkpoint="/c/6", held_out=noted, best=noted, not_applied=2)
+        write_json(run.state, state)
+        write_events(run, a_step(7))
+        status = status_of(run)
+        assert (status.held_out, status.best, status.not_applied) == (noted, noted, 2)
+        assert status.last_checkpoint == "/c/6"
+        newer = HeldOutMeasured(time=3.0, step=8, loss=2.5, accuracy=0.25, accept_len=1.5, seconds=0.1)
+        write_events(run, newer, a_step(8))
+        assert status_of(run).held_out == HeldOut(8, 2.5, 0.25, 1.5)
+        # The end has the last word.
+        last = dataclasses.replace(noted, step=8, checkpoint="/c/8")
+        write_json(run.exit, ExitRecord(RUN_ID, "finished", 9.0, "trainer", held_out=last, best=last, not_applied=3))
+        status = status_of(run)
+        assert (status.held_out, status.best, status.not_applied) == (last, last, 3)
 
     def test_an_empty_directory_is_a_lost_run(self, run):
         status = status_of(run)

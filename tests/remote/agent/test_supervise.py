@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from remote.protocol.events import SaveProgress
 from remote.protocol.identity import ProcessIdentity, write_pidfile
 from remote.protocol.layout import RunLayout
 from remote.protocol.locks import is_held
-from remote.protocol.records import ExitRecord, RunState, read_record
+from remote.protocol.records import ExitRecord, HeldOut, RunState, read_record
 
 RUN_ID = "20200101-000000-aaaaaa"
 
@@ -38,6 +39,23 @@ def test_an_alarm_reaches_state_and_status(far, wait_for):
     assert [(alarm["kind"], alarm["step"]) for alarm in alarms] == [("loss_not_positive", 2)]
     far.ok("stop", now=True)
     assert far.ok("status")["alarms"] == alarms, "alarms outlive the run"
+
+
+def test_what_was_measured_saved_and_refused_is_known_however_far_behind(far, wait_for):
+    """`status` reads the end of the events alone; the supervisor heard them all."""
+    far.running("--save-at", "2", "--refuse", "3", "--pause", "0.001", "--steps", "2000")
+    # Far more than the 16 KiB in which status finds a step and looks no further.
+    wait_for(lambda: far.run.events.stat().st_size > 1 << 17)
+    status = wait_for(lambda: (found := far.ok("status"))["not_applied"] and found)
+    checkpoint = str(far.run.checkpoints / "step-000002")
+    measured = {"step": 2, "loss": 2.5, "accuracy": 0.25, "accept_len": 1.5, "checkpoint": checkpoint}
+    assert (status["held_out"], status["best"]) == (measured, measured)
+    assert (status["not_applied"], status["last_checkpoint"]) == (1, checkpoint)
+    far.ok("stop", now=True)
+    status = far.ok("status")
+    assert (status["held_out"], status["best"], status["not_applied"]) == (measured, measured, 1)
+    record = read_record(ExitRecord, far.run.exit)
+    assert (record.best.step, record.held_out.loss, record.not_applied) == (2, 2.5, 1)
 
 
 def test_a_stall_is_an_alarm_and_ends_nothing(far, wait_for):
@@ -139,6 +157,16 @@ class TestStateFile:
         file.flush()
         file.change(stop_by="tester")
         assert read_record(RunState, run.state).alarms[0].count == 5
+
+    def test_what_may_change_at_every_step_does_not_wait_for_the_disk_but_gets_there(self, run):
+        file = StateFile(run, RunState(RUN_ID, "running", 1.0))
+        for count in range(1, 6):
+            file.note(not_applied=count, held_out=HeldOut(count, math.nan, 0.0, 1.0))
+        assert read_record(RunState, run.state).not_applied == 0
+        file.change(stop_by="tester")
+        kept = read_record(RunState, run.state)
+        assert (kept.not_applied, kept.held_out.step) == (5, 5)
+        assert math.isnan(kept.held_out.loss)
 
     def test_an_alarm_of_before_there_was_a_count_is_one(self, run):
         run.state.write_text(

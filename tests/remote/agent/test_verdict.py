@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from remote.agent.verdict import Ending, Story, judge, rank_errors, read_stop
-from remote.protocol.events import CheckpointSaved, Phase, RunFinished, Step
+from remote.protocol.events import CheckpointSaved, HeldOutMeasured, Phase, RunFinished, Step
 from remote.protocol.files import write_json
 from remote.protocol.layout import RunLayout
-from remote.protocol.records import RankError, StopRequest
+from remote.protocol.records import HeldOut, RankError, StopRequest
 
 STOP = StopRequest(deadline=1.0, by="tester")
 
@@ -46,6 +47,35 @@ def test_the_trainers_own_word_comes_first(run, result):
     story = told(step(7), RunFinished(time=2.0, result=result, step=7, checkpoint="/c/step-7"))
     record = judge(run, story, Ending("trainer", returncode=1 if result == "failed" else 0))
     assert (record.result, record.last_step, record.last_checkpoint) == (result, 7, "/c/step-7")
+
+
+def measured(number: int, loss: float) -> HeldOutMeasured:
+    return HeldOutMeasured(time=1.0, step=number, loss=loss, accuracy=0.25, accept_len=1.5, seconds=0.1)
+
+
+def saved(number: int, *, best: bool) -> CheckpointSaved:
+    return CheckpointSaved(time=1.0, step=number, path=f"/c/{number}", bytes=1, seconds=0.1, best=best)
+
+
+def test_the_best_is_what_the_trainer_says_and_has_its_own_figures(run):
+    # Step 6 measured lower than 4 and was never saved: a full disk. It is no checkpoint to serve.
+    story = told(measured(2, 3.0), saved(2, best=True), measured(4, 2.5), saved(4, best=True), measured(6, 2.0))
+    record = judge(run, story, Ending("trainer", returncode=0))
+    assert record.held_out == HeldOut(6, 2.0, 0.25, 1.5)
+    assert record.best == HeldOut(4, 2.5, 0.25, 1.5, "/c/4")
+    story.hear([saved(7, best=False), measured(8, 2.75), saved(8, best=False)])
+    record = judge(run, story, Ending("trainer", returncode=0))
+    assert record.held_out == HeldOut(8, 2.75, 0.25, 1.5, "/c/8")
+    assert record.best == HeldOut(4, 2.5, 0.25, 1.5, "/c/4")
+
+
+def test_refused_steps_are_counted_and_the_trainers_own_count_may_be_higher(run):
+    refused = dataclasses.replace(step(2), applied=False)
+    story = told(step(1), refused, refused)
+    assert judge(run, story, Ending("trainer", returncode=0)).not_applied == 2
+    # Events that a full disk swallowed.
+    story.hear([RunFinished(time=2.0, result="finished", step=9, not_applied=5)])
+    assert judge(run, story, Ending("trainer", returncode=0)).not_applied == 5
 
 
 def test_exit_code_0_alone_never_means_finished(run):

@@ -116,6 +116,9 @@ def test_the_best_checkpoint_stays_beside_the_newest(overfit: Any) -> None:
     losses = {step: loss for step, (loss, *_) in measured(overfit).items()}
     best = min(losses, key=lambda step: losses[step])
     assert best < max(losses)
+    lowest = [min(list(losses.values())[: place + 1]) for place in range(len(losses))]
+    said = {event.step: event.best for event in overfit.events(ev.CheckpointSaved)}
+    assert said == {step: losses[step] == low for step, low in zip(losses, lowest, strict=True)}
     directory = overfit.layout.checkpoints
     assert overfit.checkpoints == [step_directory(directory, best), step_directory(directory, max(losses))]
     assert (directory / "best").resolve() == step_directory(directory, best).resolve()

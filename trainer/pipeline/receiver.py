@@ -16,6 +16,7 @@ from trainer.pipeline.copier import Copier, Mark
 from trainer.pipeline.handover import StreamClosed
 from trainer.pipeline.packed import PackBuffer, PackedRow, RowTokens, as_states
 from trainer.pipeline.ring import Ring, SlotHeader, SlotView
+from trainer.telemetry import StageClock
 
 CopyAlarm = Callable[[str, int], None]
 """Called with (what was seen, step) when states differ from what was packed."""
@@ -55,6 +56,7 @@ class Fetcher:
         alarm: CopyAlarm,
         here: str,
         targets: Sequence[str],
+        clock: StageClock | None = None,
     ) -> None:
         """`pairs` and `channels`: ring index and socket of each target that feeds this drafter.
 
@@ -67,6 +69,7 @@ class Fetcher:
         self._alarm = alarm
         self._here = here
         self._targets = targets
+        self._clock = clock or StageClock()
         self._seen = copier.landing(1)
         self._landings: deque[torch.Tensor] = deque()  # One for each buffer whose row is being looked at.
 
@@ -94,6 +97,7 @@ class Fetcher:
             arrival.target,
         )
         self._verify(row, states, done)
+        self._clock.copied("copy_in", done.seconds())
         channel.send(SlotMessage(MessageKind.FREE, message.slot, message.batch))
         return row
 

@@ -18,7 +18,7 @@ from trainer.pipeline.held_out import HeldOutFigures
 from trainer.pipeline.layout import Layout, Role
 from trainer.telemetry import StageClock, Telemetry
 
-TARGET_WAITS = ("wait_buffer", "wait_end")
+TARGET_WAITS = ("wait_buffer", "wait_slot", "wait_end")
 # Not all_reduce: no faster target would shorten it.
 DRAFTER_WAITS = ("wait_states",)
 

@@ -146,6 +146,7 @@ def make_receiver(post: Post, producer: Producer | None, reporter: Reporter) -> 
         alarm=lambda seen, step: reporter.alarm("wrong_copy", seen, step),
         here=post.layout.place(Role.DRAFTER, post.index, machine),
         targets=[post.layout.place(Role.TARGET, target, machine) for target in range(post.layout.targets)],
+        clock=post.clock,
     )
     arrivals = (Arrival(each.b, each.target) for each in batches)
     if post.config.transfer == "sync":

@@ -57,10 +57,17 @@ class Publisher:
         ):
             into.copy_(tokens)
         done.wait_host()
+        self._clock.copied("copy_out", copied.seconds())
         finite, check = self._proof.tolist()
         header = dataclasses.replace(header, finite=bool(finite), checksum=check)
         self._ring.write_header(self._pairs[drafter], slot, header)
         self._channels[drafter].send(SlotMessage(MessageKind.READY, slot, row.batch))
+
+    def wait_for_slot(self, drafter: int) -> None:
+        """Wait until `publish` finds a slot. Raises StreamClosed, PeerDied."""
+        with self._clock.stage("wait_slot"):
+            while not self._free[drafter]:
+                self._take_back(drafter, self._channels[drafter].receive())
 
     def _free_slot(self, drafter: int) -> int:
         for each, channel in self._channels.items():
@@ -99,6 +106,7 @@ class SyncSender:
         return self._buffer
 
     def send(self, packed: PackedStates, row: RowTokens, drafter: int) -> None:
+        self._publisher.wait_for_slot(drafter)
         self._publisher.publish(packed, row, drafter, **self._shape)
 
     def close(self) -> None:

@@ -97,11 +97,10 @@ class Supervisor:
         with Watch(self._run, leader) as watch:
             while not watch.wait(POLL_SECONDS):
                 self._look(leader)
-            first_dead = watch.first_dead
         # Only now is the leader reaped: until here its pid could not become another process's.
         returncode = process.wait()
         log(f"leader ended: {returncode}")
-        self._finish(returncode, first_dead)
+        self._finish(returncode, watch)
         return 0
 
     def _launch(self) -> subprocess.Popen[bytes]:
@@ -178,7 +177,7 @@ class Supervisor:
         # stop.json is read anew each time: a later, more urgent stop replaces it.
         self._escalation.hasten(grace)
 
-    def _finish(self, returncode: int, first_dead: int | None) -> None:
+    def _finish(self, returncode: int, watch: Watch) -> None:
         # The events first: what the ranks wrote is complete once they are gone.
         killed = clear_remains(self._run, self._file.alarm)
         if killed:
@@ -188,7 +187,8 @@ class Supervisor:
         ending = Ending(
             by="trainer",
             returncode=returncode,
-            first_dead=first_dead,
+            first_dead=watch.first_dead,
+            first_dead_at=watch.first_dead_at,
             escalated=self._escalation is not None and self._escalation.stage > Stage.MESSAGE,
             oom_kill=oom_kills() > self._ooms_before,
             deleted=self._deleted,

@@ -17,6 +17,9 @@ _RESULTS = (Lifecycle.FINISHED, Lifecycle.STOPPED, Lifecycle.FAILED)
 _ERROR_FILE = re.compile(r"rank-(-1|[0-9]{1,6})\.json")
 AGENT = "agent"
 """`by` of a stop verb that stood in for a dead supervisor."""
+UNKNOWN = -1
+"""`blames` of an error record that names no other rank."""
+_SENTENCES = (DflashError.__name__, "Stalled")
 LEADER = -1
 """Rank number of the leader's own error record."""
 
@@ -32,6 +35,7 @@ class Story:
     best: HeldOut | None = None
     not_applied: int = 0
     roles: dict[int, str] = field(default_factory=dict[int, str])
+    phases: dict[int, str] = field(default_factory=dict[int, str])
 
     def hear(self, events: Iterable[Event]) -> None:
         """Take note of events, in order."""
@@ -44,7 +48,7 @@ class Story:
             elif isinstance(event, CheckpointSaved):
                 self._saved(event)
             elif isinstance(event, Phase) and event.rank >= 0:
-                self.roles[event.rank] = event.role
+                self.roles[event.rank], self.phases[event.rank] = event.role, event.phase
             elif isinstance(event, RunFinished):
                 self.finished = event
 
@@ -64,13 +68,14 @@ def measurement(event: HeldOutMeasured) -> HeldOut:
 class Ending:
     """What the one who writes exit.json saw. `returncode` is the leader's, negative for a signal, None if unseen.
 
-    `first_dead` is the rank whose process vanished first; `escalated` whether signals had to be sent; `deleted` whether
-    the run's directory was deleted while it ran.
+    `first_dead` is the rank whose process vanished first, at `first_dead_at` (unix seconds); `escalated` whether signals
+    had to be sent; `deleted` whether the run's directory was deleted while it ran.
     """
 
     by: str
     returncode: int | None = None
     first_dead: int | None = None
+    first_dead_at: float = 0.0
     escalated: bool = False
     oom_kill: bool = False
     deleted: bool = False
@@ -140,28 +145,42 @@ def judge(run: RunLayout, story: Story, ending: Ending) -> ExitRecord:
 def _blame(run: RunLayout, story: Story, ending: Ending) -> tuple[int | None, str, str]:
     """Return failed rank, message and traceback.
 
-    The rank that vanished first without an error record was killed from outside, and the records of the others tell
-    of its loss. Otherwise the earliest record is the cause: whoever loses a peer fails later than that peer.
+    A rank that vanished without an error record before any other failed was killed from outside; the launcher ends those
+    that vanish so later. Otherwise the earliest record is the cause, of those that do not tell of another rank's loss.
     """
     if ending.deleted:
         # The records went with it; what a rank wrote since tells of its loss.
         return None, "the run's directory was deleted while it ran, so the run was ended", ""
     errors = rank_errors(run)
-    dead = ending.first_dead
-    # A leader killed by a signal takes its ranks along (PR_SET_PDEATHSIG): then none of them is the cause.
-    leader_killed = ending.returncode is not None and ending.returncode < 0
-    if dead is not None and dead not in errors and not leader_killed:
-        role = story.roles.get(dead, "")
+    # By the clock of one machine, so the order is that of the failures.
+    first = min(errors.values(), key=lambda error: (error.consequence, error.time), default=None)
+    killed = _killed(errors, first, ending)
+    if killed is not None:
+        who, where = story.roles.get(killed, ""), story.phases.get(killed, "")
         reason = "the kernel killed for memory" if ending.oom_kill else "killed from outside"
-        return dead, f"rank {dead}{f' ({role})' if role else ''} died without a word: {reason}", ""
-    if errors:
-        # By the clock of one machine, so the order is that of the failures.
-        first = min(errors.values(), key=lambda error: error.time)
+        rank = f"rank {killed}{f' ({who})' if who else ''}"
+        return killed, f"{rank} died without a word: {reason}{f' while {where}' if where else ''}", ""
+    if first is not None:
         # A DflashError is a sentence for people already.
-        said = first.message if first.kind == DflashError.__name__ else f"{first.kind}: {first.message}"
+        said = first.message if first.kind in _SENTENCES else f"{first.kind}: {first.message}"
         message = f"{said} ({first.cause})" if first.cause else said
-        return None if first.rank == LEADER else first.rank, message, first.traceback
+        rank = first.rank if first.blames == UNKNOWN else first.blames
+        return None if rank == LEADER else rank, message, first.traceback
     return None, _leader_message(ending), ""
+
+
+def _killed(errors: dict[int, RankError], first: RankError | None, ending: Ending) -> int | None:
+    """Return the rank that was killed from outside and so ended the run, None where that was not the cause."""
+    # A leader killed by a signal takes its ranks along (PR_SET_PDEATHSIG): then none of them is the cause.
+    if ending.returncode is not None and ending.returncode < 0:
+        return None
+    dead = ending.first_dead
+    before = first is None or first.consequence or ending.first_dead_at <= first.time
+    if dead is not None and dead not in errors and before:
+        return dead
+    # Its peers may be seen to end before it is.
+    lost = first.blames if first is not None and first.consequence else UNKNOWN
+    return lost if lost != UNKNOWN and lost not in errors else None
 
 
 def _leader_message(ending: Ending) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import time
 
 from remote.agent.processes import recorded_ranks
 from remote.protocol.identity import ProcessIdentity
@@ -19,6 +20,7 @@ class Watch:
 
     def __init__(self, run: RunLayout, leader: ProcessIdentity) -> None:
         self.first_dead: int | None = None
+        self.first_dead_at = 0.0
         self._run = run
         self._poller = select.poll()
         self._leader_fd = os.pidfd_open(leader.pid)
@@ -38,7 +40,9 @@ class Watch:
         # Ranks appear one by one while the launcher starts them; a listing of a few files costs microseconds.
         self._open_new_ranks()
         ready = {descriptor for descriptor, _ in self._poller.poll(seconds * 1000)}
-        for descriptor in ready - {self._leader_fd}:
+        # On a busy machine several at once: a rank that filed its error is told of by that.
+        ranks = sorted(ready - {self._leader_fd}, key=lambda each: self._run.error(self._ranks[each]).exists())
+        for descriptor in ranks:
             rank = self._ranks.pop(descriptor)
             # An ended process stays readable for ever: the loop would spin.
             self._poller.unregister(descriptor)
@@ -67,7 +71,7 @@ class Watch:
     def _note(self, rank: int) -> None:
         """A rank that ends well removes its pidfile as its last act; one that is still there ended otherwise."""
         if self.first_dead is None and self._run.rank_pid(rank).exists():
-            self.first_dead = rank
+            self.first_dead, self.first_dead_at = rank, time.time()
 
 
 def oom_kills() -> int:

@@ -120,6 +120,53 @@ def test_a_rank_that_died_without_a_word_is_the_cause_whatever_the_others_say(ru
     assert record.message.startswith("rank 1 (target) died without a word: killed from outside")
 
 
+def lose(run: RunLayout, rank: int, time: float, *, blames: int = -1) -> None:
+    write_json(
+        run.error(rank),
+        RankError(
+            rank, "drafter", "cpu", "training", "PeerDied", "target 1", "T", time, consequence=True, blames=blames
+        ),
+    )
+
+
+def test_the_loss_of_a_rank_is_never_the_cause_while_another_is_known(run):
+    lose(run, 0, 1.0, blames=2)
+    lose(run, 1, 2.0)
+    fail(run, 2, 3.0)
+    record = judge(run, told(), Ending("trainer", returncode=1, first_dead=0))
+    assert (record.failed_rank, record.message) == (2, "RuntimeError: boom")
+
+
+def test_a_killed_rank_is_named_by_its_peers_though_they_were_seen_to_end_first(run):
+    lose(run, 0, 1.0, blames=2)
+    story = told(Phase(time=1.0, rank=2, role="target", phase="training"))
+    record = judge(run, story, Ending("trainer", returncode=1, first_dead=0, first_dead_at=2.0))
+    assert record.failed_rank == 2
+    assert record.message == "rank 2 (target) died without a word: killed from outside while training"
+
+
+def test_a_rank_that_the_launcher_ended_after_a_failure_is_not_the_cause(run):
+    fail(run, 1, 10.0)
+    record = judge(run, told(), Ending("trainer", returncode=1, first_dead=0, first_dead_at=10.5))
+    assert (record.failed_rank, record.traceback) == (1, "Traceback of 1")
+
+
+def test_losses_alone_are_still_told(run):
+    lose(run, 1, 2.0)
+    lose(run, 0, 1.0)
+    record = judge(run, told(), Ending("trainer", returncode=1))
+    assert (record.failed_rank, record.message) == (0, "PeerDied: target 1")
+
+
+def test_a_frozen_rank_is_the_failed_one_in_the_words_of_who_found_it(run):
+    found = RankError(
+        1, "drafter", "cpu", "training", "Stalled", "target 0 gives no sign of life", "", 5.0, cause="frozen", blames=0
+    )
+    write_json(run.error(1), found)
+    record = judge(run, told(), Ending("trainer", returncode=1, first_dead=1, first_dead_at=5.1))
+    assert (record.failed_rank, record.message) == (0, "target 0 gives no sign of life (frozen)")
+
+
 def test_out_of_memory_is_named(run):
     record = judge(run, told(), Ending("trainer", returncode=1, first_dead=2, oom_kill=True))
     assert record.oom_kill

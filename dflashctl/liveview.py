@@ -13,10 +13,11 @@ from rich.text import Text
 
 from dflashctl.console import OUT, width
 from dflashctl.logview import LogView, end_line, readable
+from dflashctl.profileview import profile_lines
 from dflashctl.results import LogEnd
 from dflashctl.views import duration, event_text, phase_text
 from remote.protocol.codec import from_plain
-from remote.protocol.events import KINDS, parse_line
+from remote.protocol.events import KINDS, PipelineProfile, StageProfile, parse_line
 
 _STYLES = {
     "step": "default",
@@ -26,7 +27,6 @@ _STYLES = {
     "checkpoint_saved": "cyan",
     "held_out": "green",
     "pipeline_profile": "magenta",
-    "stage_profile": "dim magenta",
     "alarm": "bold white on red",
     "message": "yellow",
 }
@@ -67,6 +67,7 @@ class LiveView(LogView):
             refresh_per_second=5,
         )
         self._task = self._bar.add_task("waiting", total=1, visible=False)
+        self._ranks: dict[tuple[int, str, str], dict[str, Any]] = {}
 
     def __enter__(self) -> LiveView:
         self._bar.start()
@@ -79,10 +80,26 @@ class LiveView(LogView):
         for line in lines:
             text = readable(line)
             fields = parse_line(text)
+            if fields is not None and fields["kind"] in (StageProfile.kind, PipelineProfile.kind):
+                self._profile(fields)
+                continue
             if fields is None or fields["kind"] != "save_progress":  # that one moves the bar only
                 self._print(_styled(text, fields, self._bar.console.width), folded=fields is not None)
             if fields is not None:
                 self._advance(fields)
+
+    def _profile(self, fields: dict[str, Any]) -> None:
+        """Keep a rank's profile; show all of them as one table when the pipeline's own comes."""
+        if fields["kind"] == StageProfile.kind:
+            # Older trainers do not say the rank.
+            self._ranks[fields["rank"], fields["role"], fields["device"]] = fields
+            return
+        summary, *table = profile_lines(fields, self._ranks.values(), self._bar.console.width)
+        stamp = time.strftime(_STAMP, time.localtime(fields["time"]))
+        lines = Text.assemble(
+            (stamp, "dim"), (summary, _STYLES[PipelineProfile.kind]), *(f"\n{line}" for line in table)
+        )
+        self._print(lines, folded=False)
 
     def notice(self, text: str) -> None:
         self._print(Text(f"-- {text}", style="yellow"))
@@ -147,10 +164,7 @@ def _styled(line: str, fields: dict[str, Any] | None, columns: int) -> Text:
     if fields["kind"] == "step":
         text = Text.assemble(stamp, *_step_parts(fields))
         return text if text.cell_len <= columns else Text.assemble(stamp, *_step_parts(fields, short=True))
-    if (sentence := _SENTENCES.get(fields["kind"])) is not None:
-        words = sentence(fields)
-    else:
-        words = event_text(from_plain(KINDS[fields["kind"]], fields))
+    words = event_text(from_plain(KINDS[fields["kind"]], fields))
     return Text.assemble(stamp, (words, _STYLES[fields["kind"]]))
 
 
@@ -166,29 +180,3 @@ def _step_parts(fields: dict[str, Any], *, short: bool = False) -> list[str | tu
     if fields["applied"] or not short:
         parts += ["  ", (_figure(fields["tokens_per_second"], ",.0f"), "bold cyan"), " tok/s"]
     return parts if fields["applied"] else [*parts, ("  not applied", "bold red")]
-
-
-def _who_waits(fields: dict[str, Any]) -> str:
-    rates = [_figure(fields[f"{side}tokens_per_second"], ",.0f") for side in ("", "target_", "drafter_")]
-    waits = [_figure(fields[f"{side}_wait"], ".0%") for side in ("target", "drafter")]
-    return (
-        f"waits: targets {waits[0]}, drafters {waits[1]}, {_LIMITS.get(fields['limits'], 'unknown')}; "
-        f"tok/s: pipeline {rates[0]}, targets alone {rates[1]}, drafters alone {rates[2]}; "
-        f"padding {_figure(fields['padding'], '.1%')}"
-    )
-
-
-def _stages(fields: dict[str, Any]) -> str:
-    stages: dict[str, Any] = fields["stages"]
-    shares = [f"{name} {_share(seconds, fields['interval'])}" for name, seconds in stages.items()]
-    return f"{fields['role']} on {fields['device']}: {', '.join(shares)}"
-
-
-def _share(part: Any, whole: Any) -> str:
-    numbers = isinstance(part, int | float) and isinstance(whole, int | float) and whole > 0
-    return f"{part / whole:.0%}" if numbers else "?"
-
-
-_LIMITS = {"targets": "targets limit", "drafters": "drafters limit", "neither": "balanced"}
-# What `start` and `stop` never tell; all other kinds have the words that these use.
-_SENTENCES = {"pipeline_profile": _who_waits, "stage_profile": _stages}

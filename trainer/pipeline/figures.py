@@ -132,14 +132,20 @@ class DeferredFigures:
         self._copier = copier
         self._lag = 1 if device.type == "cuda" else 0
         self._pinned = device.type == "cuda"
+        self._landings: list[torch.Tensor] = []  # Host memory of steps that were given back (rule 7).
         self._pending: deque[tuple[int, int, torch.Tensor, torch.Tensor, Mark]] = deque()
 
     def push(self, step: int, sums: StepSums, outcome: StepOutcome) -> list[StepFigures]:
         """Take the reduced sums of a step; returns the figures that are due."""
         tail = torch.stack([outcome.grad_norm.double(), outcome.skipped.double()])
-        tag = torch.tensor([step, _CANARY], dtype=torch.float64).to(tail.device, non_blocking=True)
-        values = torch.cat([sums.values, tail, tag])
-        host = torch.empty(values.shape, dtype=torch.float64, pin_memory=self._pinned)
+        # Filled there: numbers of the host would come by a copy from pageable memory, which waits.
+        tag = (tail.new_full((1,), float(step)), tail.new_full((1,), _CANARY))
+        values = torch.cat([sums.values, tail, *tag])
+        host = (
+            self._landings.pop()
+            if self._landings
+            else torch.empty(values.shape, dtype=torch.float64, pin_memory=self._pinned)
+        )
         done = self._copier.copy(host, values, after=self._copier.mark())
         # `values` is kept: the source of a copy stays alive until its mark has fired (rule 4).
         self._pending.append((step, sums.block_size, host, values, done))
@@ -155,4 +161,5 @@ class DeferredFigures:
             step, block_size, host, _, done = self._pending.popleft()
             done.wait_host()  # One step later: long since there.
             due.append(StepFigures.of(step, host.tolist(), block_size))
+            self._landings.append(host)
         return due

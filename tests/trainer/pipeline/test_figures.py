@@ -221,6 +221,33 @@ def test_the_figures_of_another_step_are_known(step: int, other: int) -> None:
     assert StepFigures.of(step, values, BLOCK).torn == (step != other)
 
 
+def test_host_memory_is_made_once_for_the_steps_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(HostCopier):
+        """A copy is done when its mark is waited for."""
+
+        def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Mark) -> Mark:
+            class Later:
+                def wait_host(self) -> None:
+                    destination.copy_(source)
+
+                def seconds(self) -> float:
+                    return 0.0
+
+            return Later()
+
+    made: list[int] = []
+    real = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **keys: made.append(1) or real(*sizes, **keys))
+    figures = DeferredFigures(Slow(), CPU)
+    figures._lag = 1  # As on a GPU.
+    due: list[StepFigures] = []
+    for step in range(1, 8):
+        due += figures.push(step, sums(float(step)), outcome())
+    due += figures.flush()
+    assert [(each.step, each.loss, each.torn) for each in due] == [(n, n / 4, False) for n in range(1, 8)]
+    assert len(made) == 2
+
+
 # ---- alarms
 
 

@@ -95,8 +95,8 @@ class TrainConfig:
     ring_mib: int = _key(4096, "bound on states in flight on this machine", group="pipeline", unit="MiB", low=1)
     verify_copies: str = _key("sample", "compare checksums of handed-over states", group="pipeline", choices=("sample", "all", "off"))
     profile_interval: float = _key(60.0, "print who waits this often; 0: never", group="pipeline", unit="s", low=0)
-    collective_timeout: float = _key(600.0, "give up on a peer that is silent this long", group="pipeline", unit="s", low=10)
-    stall_timeout: float = _key(300.0, "no step for this long is a stall", group="pipeline", unit="s", low=1)
+    collective_timeout: float = _key(600.0, "last resort: collectives give up on a silent peer after this long, never before 2.5 times stall_timeout", group="pipeline", unit="s", low=10)
+    stall_timeout: float = _key(300.0, "a rank that does not get on for this long in training, three times as long elsewhere, ends the run and is named; no step for this long is an alarm", group="pipeline", unit="s", low=1)
 
     output_dir: str = _key("", "where checkpoints go; empty: the run's directory", group="output")
     checkpoint_every: int = _key(500, "steps between checkpoints; 0: only the last", group="output", unit="steps", low=0)

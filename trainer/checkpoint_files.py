@@ -52,6 +52,7 @@ class TrainerState:
     held_out_fingerprint: str = ""
     held_out_loss: float | None = None
     best_held_out_loss: float | None = None
+    target_architecture: str = ""
     schema: int = 1
 
 

@@ -122,6 +122,14 @@ class TrainConfig:
         """Return all keys as JSON types."""
         return plain(self)
 
+    def with_absolute_paths(self) -> TrainConfig:
+        """Return the same configuration with its relative paths resolved from the current directory.
+
+        What is written down is read elsewhere: an export, `--only-batch`, a resumed run.
+        """
+        places = {key: str(Path(value).absolute()) for key in PATH_KEYS if (value := getattr(self, key))}
+        return dataclasses.replace(self, **places)
+
     def changed(self) -> dict[str, Any]:
         """Return the keys that differ from their defaults."""
         return {

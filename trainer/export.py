@@ -152,23 +152,27 @@ def run(arguments: argparse.Namespace) -> int:
         layout=arguments.layout,
         dtype=arguments.dtype,
         parameters=count,
-        hybrid_target=bool(set(architectures) & set(HYBRID)),
+        hybrid_target=bool(set(architectures) & set(HYBRID)) if architectures else None,
         state=trainer_state,
         untrained=arguments.untrained,
     )
     export_drafter(state, config, arguments.output, arguments.dtype, served_config=served, card=card.render())
+    if not architectures:
+        print(f"warning: it is not known here whether {target} is a hybrid; see the card", file=sys.stderr)
     print(f"{len(state)} tensors, {count:,} parameters", file=sys.stderr)
     print(arguments.output.resolve())
     return 0
 
 
 def _architectures(target: str, state: TrainerState | None) -> tuple[str, ...]:
-    """Return what the target's config.json names, from where it is served or was trained; nothing if neither is here."""
-    trained_with = str(state.config.get("target_model", "")) if state else ""
+    """Return what the target's config.json names, if it is here, else what the run noted; nothing where neither says it."""
+    noted = state.target_architecture if state else ""
+    # Checkpoints of before that note: where the run had its target.
+    trained_with = str(state.config.get("target_model", "")) if state and not noted else ""
     for directory in (Path(place) for place in (target, trained_with) if place):
         if (directory / "config.json").is_file():
             return tuple(read_config(directory).get("architectures") or ())
-    return ()
+    return (noted,) if noted else ()
 
 
 def _read_state(path: Path) -> dict[str, torch.Tensor]:

@@ -26,8 +26,8 @@ def speculators_config(
     Layers count from one here: `aux_hidden_state_layer_ids` is id + 1, and vLLM takes the 1 off again.
 
     Raises:
-        DflashError: full and sliding layers are mixed: one flag says for all layers whether a block's rows see one
-            another in both directions, so one kind would be served wrongly (code 7).
+        DflashError: the target's architecture is not known; or full and sliding layers are mixed: one flag says for all
+            layers whether a block's rows see one another in both directions, so one kind would be served wrongly (code 7).
     """
     kinds = set(config.layer_types)
     if len(kinds) > 1:
@@ -35,6 +35,13 @@ def speculators_config(
             "the speculators layout cannot hold a drafter with full and sliding layers",
             cause="its sliding_window_non_causal holds for all layers, and vLLM 0.32 applies it to all",
             hint="leave out --layout: the z-lab layout says it layer by layer",
+        )
+    # An empty list would be a valid file that says something wrong.
+    if not target_architectures:
+        raise preflight_error(
+            "the speculators layout names the target's architecture, which is not known here",
+            cause=f"the checkpoint does not say it, and {target} is no directory here",
+            hint="give the target's directory as --target-name, or leave out --layout",
         )
     served = config.to_zlab(dtype)
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.block_size - 1}

@@ -18,12 +18,18 @@ _RECIPE = (
     "loss_vocab_extra", "init_from_target", "lr", "warmup_ratio", "weight_decay", "beta1", "beta2", "max_grad_norm",
     "micro_batches_per_step", "epochs", "max_steps", "dtype", "seed",
 )  # fmt: skip
+HYBRID_FLAGS = "--mamba-scheduler-strategy extra_buffer"
+"""What SGLang needs for a hybrid target: its recurrent state is kept in a second buffer, to be taken back."""
+
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a card is made of; `target` and `drafter` are the names that the serve lines carry: hub id or directory."""
+    """What a card is made of; `target` and `drafter` are the names that the serve lines carry: hub id or directory.
+
+    `hybrid_target`: None where it is not known.
+    """
 
     config: DrafterConfig
     target: str
@@ -31,7 +37,7 @@ class Card:
     layout: str
     dtype: str
     parameters: int
-    hybrid_target: bool = False
+    hybrid_target: bool | None = False
     state: TrainerState | None = None
     untrained: bool = False
 
@@ -85,7 +91,10 @@ class Card:
             return lines
         if mixed:
             lines.append("vLLM 0.32 refuses drafters that mix full and sliding layers; use a later one, or SGLang.")
-        return [*lines, "SGLang:", _command(sglang_line(self.config, self.target, self.drafter, self.hybrid_target))]
+        lines += ["SGLang:", _command(sglang_line(self.config, self.target, self.drafter, bool(self.hybrid_target)))]
+        if self.hybrid_target is None:
+            lines.append(f"If the target has recurrent layers (Qwen3.5, Qwen3.6), add `{HYBRID_FLAGS}`.")
+        return lines
 
     def _training(self) -> list[str]:
         if self.untrained:
@@ -115,8 +124,7 @@ def vllm_line(config: DrafterConfig, target: str, drafter: str) -> str:
 
 def sglang_line(config: DrafterConfig, target: str, drafter: str, hybrid_target: bool) -> str:
     """Return the command that serves with SGLang; it counts the block's rows, anchor included (README of z-lab/dflash)."""
-    # The recurrent state of a hybrid target is kept in a second buffer, to be taken back.
-    state = " --mamba-scheduler-strategy extra_buffer" if hybrid_target else ""
+    state = f" {HYBRID_FLAGS}" if hybrid_target else ""
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
         f"--speculative-draft-model-path {shlex.quote(drafter)} "

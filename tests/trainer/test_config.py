@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from remote.protocol.codec import dumps, loads_object
 from remote.protocol.errors import DflashError, ExitCode
-from trainer.config import TrainConfig, coerce, config_flags, load_toml, parse_set
+from trainer.config import PATH_KEYS, TrainConfig, coerce, config_flags, load_toml, parse_set
 
 ROOT = Path(__file__).resolve().parents[2]
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
@@ -79,6 +79,16 @@ def test_the_storys_values_are_the_defaults() -> None:
     assert (config.lr, config.warmup_ratio, config.weight_decay, config.max_grad_norm) == (6e-4, 0.04, 0.01, 1.0)
     assert (config.epochs, config.max_length, config.seed, config.micro_batches_per_step) == (6, 4096, 42, 12)
     assert (config.split_fc, config.device, config.on_nan) == ("off", "cuda", "stop")
+
+
+def test_relative_paths_lead_from_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig(target_model="model", data_dir="/data", resume="../run/step-1").with_absolute_paths()
+    assert (config.target_model, config.data_dir) == (str(tmp_path / "model"), "/data")
+    assert Path(config.resume).resolve() == tmp_path.parent / "run" / "step-1"
+    # An empty one means something else than the current directory.
+    assert (config.held_out_dir, config.output_dir) == ("", "")
+    assert all(isinstance(getattr(config, key), str) for key in PATH_KEYS)
 
 
 # ---- what is refused

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from remote.protocol.errors import DflashError, ExitCode
 from remote.protocol.files import write_json
 from trainer import export
-from trainer.checkpoint_files import STATE_FILE, TrainerState
+from trainer.checkpoint_files import STATE_FILE, TrainerState, read_state
 from trainer.config import TrainConfig
 from trainer.drafter.config import DrafterConfig, derive
 from trainer.drafter.model import Drafter
@@ -197,6 +197,47 @@ def test_the_speculators_layout_is_written_and_loaded_again(checkpoint, tmp_path
     assert "sglang" not in card
 
 
+def note_architecture(checkpoint, name):
+    """The checkpoint as its run would have saved it for a target of this architecture."""
+    write_json(checkpoint / STATE_FILE, replace(read_state(checkpoint), target_architecture=name))
+
+
+@pytest.mark.parametrize(("name", "hybrid"), [("Qwen3_5ForConditionalGeneration", True), ("Qwen3ForCausalLM", False)])
+def test_the_targets_kind_is_known_where_no_directory_of_it_is(checkpoint, tmp_path, name, hybrid):
+    note_architecture(checkpoint, name)
+    words = ["--checkpoint", checkpoint, "--target-name", "Qwen/Qwen3.6-27B"]
+    assert run(*words, "--output", tmp_path / "zlab") == 0
+    card = (tmp_path / "zlab" / "README.md").read_text()
+    assert ("--speculative-num-draft-tokens 4 --mamba-scheduler-strategy extra_buffer\n" in card) is hybrid
+    assert "If the target has" not in card
+    assert run(*words, "--output", tmp_path / "speculators", "--layout", "speculators") == 0
+    served = json.loads((tmp_path / "speculators" / "config.json").read_text())
+    assert served["speculators_config"]["verifier"]["architectures"] == [name]
+
+
+def test_the_directory_that_serves_is_asked_before_the_note(checkpoint, tmp_path, make_target):
+    note_architecture(checkpoint, "LlamaForCausalLM")
+    words = ["--layout", "speculators", "--target-name", make_target("Qwen3ForCausalLM")]
+    assert run("--checkpoint", checkpoint, "--output", tmp_path / "out", *words) == 0
+    served = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert served["speculators_config"]["verifier"]["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_an_unknown_kind_of_target_is_a_warning_or_refused(checkpoint, tmp_path, capsys):
+    """Checkpoints of before the note, exported where no directory of the target is."""
+    words = ["--checkpoint", checkpoint, "--output", tmp_path / "out", "--target-name", "Qwen/Qwen3.6-27B"]
+    with pytest.raises(DflashError, match="architecture") as caught:
+        run(*words, "--layout", "speculators")
+    assert "--target-name" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+    assert run(*words) == 0
+    assert "warning: it is not known here whether Qwen/Qwen3.6-27B is a hybrid" in capsys.readouterr().err
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert (
+        "If the target has recurrent layers (Qwen3.5, Qwen3.6), add `--mamba-scheduler-strategy extra_buffer`." in card
+    )
+
+
 @pytest.mark.parametrize(
     ("changed", "cause"),
     [
@@ -207,7 +248,7 @@ def test_the_speculators_layout_is_written_and_loaded_again(checkpoint, tmp_path
     ],
 )
 def test_what_another_trainer_may_have_written_is_refused_when_it_computes_something_else(config, changed, cause):
-    served = speculators_config(sliding(config), "bfloat16", "t", ())
+    served = speculators_config(sliding(config), "bfloat16", "t", ("Qwen3ForCausalLM",))
     with pytest.raises(DflashError) as caught:
         zlab_of(served | changed)
     assert cause in caught.value.cause

@@ -72,8 +72,9 @@ def prepare(config: TrainConfig, run: RunLayout, *, saves: bool = True) -> RunPl
 
     Without `saves` no checkpoint will be written, so no room for one is asked for.
     """
+    config = config.with_absolute_paths()
     # A directory of its own under output_dir too: a run never writes among another run's checkpoints.
-    output_dir = Path(config.output_dir).absolute() / run.run_id if config.output_dir else run.checkpoints
+    output_dir = Path(config.output_dir) / run.run_id if config.output_dir else run.checkpoints
     found = preflight(config, output_dir if saves else None)
     target = target_fingerprint(found.facts)
     resume, first_step = resume_point(config, found, target)
@@ -100,6 +101,7 @@ def prepare(config: TrainConfig, run: RunLayout, *, saves: bool = True) -> RunPl
         resume=resume,
         target_fingerprint=target,
         held_out_fingerprint=found.held_out.fingerprint if found.held_out else "",
+        target_architecture=found.facts.architecture,
     )
 
 

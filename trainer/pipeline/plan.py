@@ -39,6 +39,7 @@ class RunPlan:
     resume: str = ""
     target_fingerprint: str = ""
     held_out_fingerprint: str = ""
+    target_architecture: str = ""
 
     def train_config(self) -> TrainConfig:
         return TrainConfig.from_mapping(self.config, "the run's plan")

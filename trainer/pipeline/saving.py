@@ -99,6 +99,7 @@ class Saving:
             target_fingerprint=self.plan.target_fingerprint,
             held_out_fingerprint=self.plan.held_out_fingerprint,
             held_out_loss=measured,
+            target_architecture=self.plan.target_architecture,
             best_held_out_loss=measured if is_best else self.best_loss,
         )
         output_dir = Path(self.plan.output_dir)

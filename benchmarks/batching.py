@@ -17,6 +17,7 @@ from benchmarks.random_documents import make_documents
 from trainer.data.documents import open_dataset
 from trainer.data.rows import padding_share
 from trainer.data.schedule import Layout, Packing, Schedule
+from trainer.drafter.attention_choice import FLEX
 from trainer.drafter.blocks import build_blocks
 from trainer.pipeline.reader import RowReader
 
@@ -40,6 +41,7 @@ class Batching:
     blocks: float
     rows: int
     block_rows: int
+    block_padding: float
     padding: float
 
 
@@ -60,7 +62,7 @@ def measure(documents: int, rows: int, seed: int = 0) -> Batching:
     before = clock()
     read = [reader.read(batch) for batch in batches]
     reading = clock()
-    block_rows = 0
+    block_rows = padded_rows = 0
     for one in read:
         blocks = build_blocks(
             one.row.input_ids.numpy(),
@@ -74,8 +76,10 @@ def measure(documents: int, rows: int, seed: int = 0) -> Batching:
             block_size=BLOCK,
             mask_token_id=248_070,
             gamma=7.0,
+            bucket=FLEX.bucket(ANCHORS),
         )
         block_rows += blocks.count * BLOCK
+        padded_rows += blocks.positions.numel()
     return Batching(
         opening=opened - began,
         packing=packed - opened,
@@ -83,6 +87,7 @@ def measure(documents: int, rows: int, seed: int = 0) -> Batching:
         blocks=(clock() - reading) / rows,
         rows=len(packing.rows(0)),
         block_rows=block_rows // rows,
+        block_padding=padded_rows / block_rows - 1,
         padding=padding_share(packing.rows(0), dataset.lengths, BUCKET),
     )
 
@@ -103,7 +108,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     for name, seconds in (("read a row (target)", found.reading), ("anchors and blocks (drafter)", found.blocks)):
         print(f"{name}: {seconds * 1000:.2f} ms of CPU, {seconds / arguments.step:.2%} of a step of {arguments.step} s")
-    print(f"{found.block_rows} block rows a micro-batch")
+    print(
+        f"{found.block_rows} block rows a micro-batch; {found.block_padding:.1%} more are padding to a bucket of them"
+    )
     return 0
 
 

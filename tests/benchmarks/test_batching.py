@@ -14,6 +14,7 @@ def test_a_micro_batch_has_the_anchors_of_the_recipe() -> None:
     assert 6 <= found.rows <= 12
     assert min(found.opening, found.packing, found.reading, found.blocks) >= 0
     assert 0 <= found.padding < 0.2
+    assert 0 <= found.block_padding < 0.25
 
 
 def test_it_says_the_share_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,3 +22,4 @@ def test_it_says_the_share_of_a_step(capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert said.count("of a step of 0.5 s") == 2
     assert "padding of the target" in said
+    assert "more are padding to a bucket" in said

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.drafter import anchors, attention, dpace, noise, objective
+from trainer.drafter import anchors, attention, dpace, flex, noise, objective
 from trainer.drafter import teacher as teacher_module
-from trainer.drafter.blocks import Blocks, Run, build_blocks
+from trainer.drafter.blocks import Blocks, Run, build_blocks, pad_blocks
 from trainer.drafter.config import derive
 from trainer.drafter.inference import DraftBatch
 from trainer.drafter.model import Drafter
@@ -63,17 +63,70 @@ def check_draws() -> None:
     assert drawn[0] != drawn[1]
 
 
+def wanted_mask(blocks: int, window: int | None) -> torch.Tensor:
+    """The mask bool[blocks·B, T + blocks·B]; blocks behind those of ANCHORS are padding and see no context."""
+    wanted = torch.zeros(blocks * SIZE, TOKENS + blocks * SIZE, dtype=torch.bool)
+    for n, (document, anchor) in enumerate([*ANCHORS, *[(0, 0)] * (blocks - len(ANCHORS))]):
+        for k in range(SIZE):
+            first = 0 if window is None else max(0, anchor + k - (window - 1))
+            seen = [STARTS[document] + t for t in range(first, anchor)]
+            near = [j for j in range(SIZE) if window is None or 0 <= k - j <= window - 1]
+            wanted[n * SIZE + k, seen + [TOKENS + n * SIZE + j for j in near]] = True
+    return wanted
+
+
 def check_mask() -> None:
     made = fixed_blocks()
     for window in (None, 3):
-        wanted = torch.zeros(made.count * SIZE, TOKENS + made.count * SIZE, dtype=torch.bool)
-        for n, (document, anchor) in enumerate(ANCHORS):
-            for k in range(SIZE):
-                first = 0 if window is None else max(0, anchor + k - (window - 1))
-                seen = [STARTS[document] + t for t in range(first, anchor)]
-                near = [j for j in range(SIZE) if window is None or 0 <= k - j <= window - 1]
-                wanted[n * SIZE + k, seen + [TOKENS + n * SIZE + j for j in near]] = True
-        assert torch.equal(attention.dense_mask(made, window), wanted)
+        assert torch.equal(attention.dense_mask(made, window), wanted_mask(made.count, window))
+
+
+def check_flex_mask() -> None:
+    """What the kernel asks, a whole tile of 128 queries against all keys; padding keys are nobody's."""
+    rows, columns = torch.arange(128)[:, None], torch.arange(flex.KEY_BUCKET)[None]
+    none = torch.zeros((), dtype=torch.int64)
+    for made, blocks in ((fixed_blocks(), 9), (pad_blocks(fixed_blocks(), 6), 12)):
+        own = flex.FlexAttention(made, kernel=torch.Tensor)
+        for window in (None, 3):
+            asked = own.block_mask(window)
+            assert asked.seq_lengths == (blocks * SIZE, flex.KEY_BUCKET)
+            seen = asked.mask_mod(none, none, rows, columns)[: blocks * SIZE]
+            wanted = wanted_mask(blocks, window)
+            assert torch.equal(seen[:, : wanted.shape[1]], wanted)
+            assert not seen[:, wanted.shape[1] :].any()
+
+
+def check_flex() -> None:
+    """Keys and values meet the mask in its order: ours with the kernel written out equals dense attention."""
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_mask: Any, enable_gqa: bool) -> torch.Tensor:
+        rows, columns = (torch.arange(each.shape[-2]) for each in (q, k))
+        none = torch.zeros((), dtype=torch.int64)
+        mask = block_mask.mask_mod(none, none, rows[:, None], columns[None])
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
+
+    made = pad_blocks(fixed_blocks(), 6)
+    torch.manual_seed(3)
+    queries, own = torch.randn(48, 4, 6, dtype=torch.float64), torch.randn(2, 48, 2, 6, dtype=torch.float64)
+    context = attention.KeysValues(*torch.randn(2, TOKENS, 2, 6, dtype=torch.float64))
+    for window in (None, 3):
+        given = (queries, context, attention.KeysValues(*own), window)
+        got, wanted = flex.FlexAttention(made, kernel)(*given), attention.DenseAttention(made)(*given)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+def check_padding() -> None:
+    """Behind the blocks of a row there are blocks without a document, a label or a weight, up to the next multiple."""
+    made = fixed_blocks()
+    for bucket, blocks in ((0, 9), (1, 9), (9, 9), (5, 10), (16, 16)):
+        padded = pad_blocks(made, bucket)
+        assert padded.input_ids.shape == padded.positions.shape == (blocks, SIZE)
+        assert padded.documents.tolist() == made.documents.tolist() + [-1] * (blocks - 9)
+        assert padded.anchor_positions.tolist() == made.anchor_positions.tolist() + [0] * (blocks - 9)
+        assert padded.segments[-1].last_block == blocks
+        assert padded.count == 9
+    none = pad_blocks(fixed_blocks(loss_mask=np.zeros_like(LOSS_MASK)), 5)
+    assert (none.count, len(none.positions)) == (0, 5)
 
 
 @cache

@@ -6,6 +6,7 @@ under "Where others went wrong" in docs/algorithm.md has one mutant at least.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -17,10 +18,13 @@ from mutation.drafter_checks import (
     check_drafter,
     check_drafting,
     check_draws,
+    check_flex,
+    check_flex_mask,
     check_mask,
     check_no_anchor,
     check_noise,
     check_objective,
+    check_padding,
     check_teacher,
 )
 from mutation.run_checks import (
@@ -48,9 +52,10 @@ from trainer.data.scan import _scan_piece
 from trainer.data.schedule import Schedule
 from trainer.drafter.anchors import candidates, row_shares, sample_anchors
 from trainer.drafter.attention import _attend, block_rows, visible
-from trainer.drafter.blocks import _segments, build_blocks, lay_out
+from trainer.drafter.blocks import _segments, build_blocks, lay_out, pad_blocks
 from trainer.drafter.config import _check_target, default_target_layer_ids, gamma_for
 from trainer.drafter.dpace import dpace_weights
+from trainer.drafter.flex import FlexAttention, mask_mod
 from trainer.drafter.inference import DraftBatch, _blocks_behind
 from trainer.drafter.model import Drafter, rotate, rotation
 from trainer.drafter.noise import _noisy
@@ -211,6 +216,25 @@ MUTANTS = {
             check_drafter,
         ),
     ],
+    "flex's own mask": [
+        Mutant(mask_mod, "row.clamp(max=last)", "row", check_flex_mask),
+        Mutant(mask_mod, "len(queries.position) - 1", "len(queries.position) - 2", check_flex_mask),
+        Mutant(mask_mod, "keys.document[column]", "queries.document[inside]", check_flex_mask),
+        Mutant(mask_mod, "keys.block[column]", "queries.block[inside]", check_flex_mask),
+        Mutant(FlexAttention.__init__, "[outside, inside]", "[inside, outside]", check_flex_mask),
+        Mutant(FlexAttention.__init__, "value=value", "value=0", check_flex_mask),
+        Mutant(FlexAttention.__init__, "% KEY_BUCKET", "% 128", check_flex_mask),
+        Mutant(FlexAttention.__call__, "[*pair, padding]", "[*reversed(pair), padding]", check_flex),
+        Mutant(FlexAttention.__call__, "[*pair, padding]", "[padding, *pair]", check_flex),
+        Mutant(FlexAttention.__call__, "transpose(0, 1).flatten(1)", "flatten(1).unflatten(0, (-1, 1))", check_flex),
+    ],
+    "padding to a bucket of block rows": [
+        Mutant(pad_blocks, "max(1, ", "max(0, ", check_padding),
+        Mutant(pad_blocks, "-(-blocks.count // bucket)", "blocks.count // bucket + 1", check_padding),
+        Mutant(pad_blocks, "value=PADDING", "value=0", check_padding),
+        Mutant(pad_blocks, "Segment(0, 0, blocks.count, ", "Segment(0, 0, blocks.count + 1, ", check_flex),
+        Mutant(block_rows, "len(blocks.positions)", "len(blocks.positions) * 0 + blocks.count", check_flex),
+    ],
     "rotation": [
         Mutant(rotate, "[-second, first]", "[second, -first]", check_drafter),
         Mutant(rotation, "wide) / config.head_dim", "wide) / (config.head_dim - 2)", check_drafter),
@@ -269,6 +293,13 @@ MUTANTS = {
         Mutant(_noisy, "noisy[run.start : run.end] +=", "noisy[run.start + 1 : run.end + 1] +=", check_noise),
     ],
 }
+# Every mistake in who sees what is one of the flex backend's mask as well.
+MUTANTS["masks, in flex"] = [
+    dataclasses.replace(each, check=check_flex_mask)
+    for mutants in [*MUTANTS.values()]
+    for each in mutants
+    if each.check is check_mask
+]
 TABLE = [(mistake, mutant) for mistake, mutants in MUTANTS.items() for mutant in mutants]
 CHECKS = list({mutant.check: None for _, mutant in TABLE})
 

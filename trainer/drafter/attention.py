@@ -1,4 +1,4 @@
-"""Which key a block row sees, said once, and the dense attention that CPU training and inference use.
+"""Which key a block row sees, said once; what a layer asks of attention; the dense one of CPU training and inference.
 
 Keys are the context rows followed by the block rows; queries are the block rows alone. Rules of the released inference
 code (PyPI dflash 0.1.0), see `visible`.
@@ -6,7 +6,7 @@ code (PyPI dflash 0.1.0), see `visible`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -50,15 +50,16 @@ def context_rows(blocks: Blocks) -> Rows:
 
 
 def block_rows(blocks: Blocks) -> Rows:
-    """Return the N·B block rows, each tensor i64[N, B]."""
-    ordinal = torch.arange(blocks.count, device=blocks.positions.device)
+    """Return the P·B block rows, each tensor i64[P, B]."""
+    # Padding blocks have an ordinal each, too: no two of them see each other.
+    ordinal = torch.arange(len(blocks.positions), device=blocks.positions.device)
     columns = (blocks.documents, blocks.anchor_positions, ordinal)
     document, anchor, block = (column[:, None].expand_as(blocks.positions) for column in columns)
     return Rows(blocks.positions, document, anchor, block)
 
 
 def dense_mask(blocks: Blocks, window: int | None) -> torch.Tensor:
-    """Return the whole mask, bool[N·B, T + N·B]: the reference that every backend is compared with."""
+    """Return the whole mask, bool[P·B, T + P·B]: the reference that every backend is compared with."""
     query = Rows(*(each.flatten() for each in block_rows(blocks)))
     keys = Rows(*(torch.cat(pair) for pair in zip(context_rows(blocks), query, strict=True)))
     return visible(Rows(*(each[:, None] for each in query)), keys, window)
@@ -78,6 +79,23 @@ class KeysValues(NamedTuple):
     values: torch.Tensor
 
 
+class Attend(Protocol):
+    """Attention of the blocks of one packed row over its context and themselves; one object serves all layers."""
+
+    def __call__(
+        self, queries: torch.Tensor, context: KeysValues, block: KeysValues, window: int | None
+    ) -> torch.Tensor:
+        """Return f[P·B, heads·head_dim] for queries f[P·B, heads, head_dim]; scores are scaled by head_dim^-1/2."""
+        ...
+
+
+def dense_attention(blocks: Blocks) -> Attend:
+    """Return dense attention as a device needs it."""
+    # 512 blocks of 16 rows over 4,096 tokens keep 6.5 GB of scores a layer: on a GPU of 94 GiB five layers do not fit
+    # beside masters and moments. On CPU rows are short and time is short, memory is not.
+    return DenseAttention(blocks, recompute=blocks.positions.is_cuda)
+
+
 class DenseAttention:
     """Attention of the blocks of one packed row, document by document, masks built once and shared by the layers.
 
@@ -94,7 +112,7 @@ class DenseAttention:
     def __call__(
         self, queries: torch.Tensor, context: KeysValues, block: KeysValues, window: int | None
     ) -> torch.Tensor:
-        """Return f[N·B, heads·head_dim] for queries f[N·B, heads, head_dim]; scores are scaled by head_dim^-1/2."""
+        """See `Attend`."""
         size = self._blocks.block_size
         outputs: list[torch.Tensor] = []
         for segment, mask in zip(self._blocks.segments, self._segment_masks(window), strict=True):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
 from trainer.drafter.anchors import candidates, row_shares, sample_anchors
 
-# The document index of rows that are padding. Context rows only: a block always has a document.
+# The document index of rows that are padding: of context rows, and of the blocks behind a row's own.
 PADDING = -1
 
 
@@ -28,7 +29,7 @@ class Run(NamedTuple):
 class Segment(NamedTuple):
     """One document of a packed row that owns blocks [first_block, last_block), and the rows [start, end) they may see.
 
-    `end` is the row of the document's last anchor: no block looks at or beyond its own anchor.
+    `end` is the row of the document's last anchor: no block looks at or beyond its own anchor. Padding blocks see none.
     """
 
     start: int
@@ -41,21 +42,22 @@ class Segment(NamedTuple):
 class Blocks:
     """N blocks of B rows over a packed row of T context rows. Block row k predicts the token at anchor + k (no shift).
 
+    The drafter runs P >= N blocks: those behind the N are padding to a bucket (`pad_blocks`), and carry no loss.
     All tensors share one device; the tuples stay on the host, so that no step waits for them.
     `supervised_rows` lists the M rows of the flattened [N·B] that carry loss; `supervised_before` says on the host where
     in it each block begins. N may be 0, then there is one empty segment, which keeps every parameter in the autograd
     graph: a rank without anchors still joins the all-reduce.
     """
 
-    input_ids: torch.Tensor  # i64[N, B]: the anchor's token, then mask tokens
+    input_ids: torch.Tensor  # i64[P, B]: the anchor's token, then mask tokens
     labels: torch.Tensor  # i64[N, B]: tokens anchor .. anchor+B-1, 0 where unsupervised
     weights: torch.Tensor  # f32[N, B]: exp(-(k-1)/gamma), 0 where unsupervised
     supervised: torch.Tensor  # bool[N, B]
     supervised_rows: torch.Tensor  # i64[M]
-    anchor_positions: torch.Tensor  # i64[N]: position of the anchor in its document
+    anchor_positions: torch.Tensor  # i64[P]: position of the anchor in its document
     anchor_rows: torch.Tensor  # i64[N]: index of the anchor in the packed row
-    positions: torch.Tensor  # i64[N, B]: anchor position + k, the rotary position
-    documents: torch.Tensor  # i64[N]: ordinal of the block's document in the row
+    positions: torch.Tensor  # i64[P, B]: anchor position + k, the rotary position
+    documents: torch.Tensor  # i64[P]: ordinal of the block's document in the row, PADDING for padding
     context_positions: torch.Tensor  # i64[T]
     context_documents: torch.Tensor  # i64[T], PADDING for padding rows
     runs: tuple[Run, ...]
@@ -64,8 +66,8 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """N, the number of blocks."""
-        return self.input_ids.shape[0]
+        """N, the number of blocks that have an anchor."""
+        return self.labels.shape[0]
 
     @property
     def block_size(self) -> int:
@@ -94,11 +96,13 @@ def build_blocks(
     block_size: int,
     mask_token_id: int,
     gamma: float,
+    bucket: int = 0,
 ) -> Blocks:
     """Draw the anchors of a packed row and lay out their blocks on the CPU.
 
     Args: four arrays of T rows, every document one contiguous run (id -1: padding); `num_anchors` blocks at most a
-    document, `row_budget` block rows at most a packed row, `gamma` the decay length of the weights in rows.
+    document, `row_budget` block rows at most a packed row, `gamma` the decay length of the weights in rows; `bucket` as
+    for `pad_blocks`.
     """
     # Everything here is numpy on the CPU copy of the batch: no count, and no empty-batch test, waits for a GPU.
     runs = document_runs(document_ids)
@@ -109,7 +113,7 @@ def build_blocks(
         sample_anchors(each, int(share), seed=seed, epoch=epoch, document_id=run.document_id)
         for run, each, share in zip(runs, found, shares, strict=True)
     ]
-    return lay_out(
+    blocks = lay_out(
         input_ids,
         loss_mask,
         position_ids,
@@ -119,6 +123,7 @@ def build_blocks(
         mask_token_id=mask_token_id,
         gamma=gamma,
     )
+    return pad_blocks(blocks, bucket)
 
 
 def lay_out(
@@ -170,6 +175,27 @@ def lay_out(
         runs=tuple(runs),
         segments=_segments(runs, anchors),
         supervised_before=(0, *np.cumsum(supervised.sum(axis=1)).tolist()),
+    )
+
+
+def pad_blocks(blocks: Blocks, bucket: int) -> Blocks:
+    """Return the blocks with padding up to the next multiple of `bucket`, at least one; 0: as they are.
+
+    So few numbers of block rows exist, and kernels are compiled for these and for no more. A padding block sees itself
+    alone: a row that saw nothing would be NaN. None of its rows is supervised, so it adds nothing to any sum or gradient.
+    """
+    missing = max(1, -(-blocks.count // bucket)) * bucket - blocks.count if bucket else 0
+    if not missing:
+        return blocks
+    # Anchored at 0, in front of which there is no context; token 0 is as good as any.
+    offsets = torch.arange(blocks.block_size).expand(missing, -1)
+    return replace(
+        blocks,
+        input_ids=functional.pad(blocks.input_ids, (0, 0, 0, missing)),
+        anchor_positions=functional.pad(blocks.anchor_positions, (0, missing)),
+        positions=torch.cat([blocks.positions, offsets]),
+        documents=functional.pad(blocks.documents, (0, missing), value=PADDING),
+        segments=(*blocks.segments, Segment(0, 0, blocks.count, blocks.count + missing)),
     )
 
 

@@ -6,13 +6,13 @@ target's and appear nowhere here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from trainer.drafter.attention import DenseAttention, KeysValues
+from trainer.drafter.attention import Attend, KeysValues, dense_attention
 from trainer.drafter.blocks import Blocks
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.norm import RMSNorm
@@ -58,8 +58,8 @@ class Attention(nn.Module):
         keys = self.k_norm(self.k_proj(rows).unflatten(-1, (-1, self.head_dim)))
         return KeysValues(rotate(keys, at), self.v_proj(rows).unflatten(-1, (-1, self.head_dim)))
 
-    def forward(self, rows: torch.Tensor, context: KeysValues, at: Rotation, attend: DenseAttention) -> torch.Tensor:
-        """Return f[N·B, H] for block rows f[N·B, H] that passed the layer's input norm."""
+    def forward(self, rows: torch.Tensor, context: KeysValues, at: Rotation, attend: Attend) -> torch.Tensor:
+        """Return f[P·B, H] for block rows f[P·B, H] that passed the layer's input norm."""
         queries = rotate(self.q_norm(self.q_proj(rows).unflatten(-1, (-1, self.head_dim))), at)
         return self.o_proj(attend(queries, context, self.keys_values(rows, at), self.window))
 
@@ -88,19 +88,23 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, rows: torch.Tensor, context: KeysValues, at: Rotation, attend: DenseAttention) -> torch.Tensor:
-        """Return f[N·B, H] for block rows f[N·B, H]."""
+    def forward(self, rows: torch.Tensor, context: KeysValues, at: Rotation, attend: Attend) -> torch.Tensor:
+        """Return f[P·B, H] for block rows f[P·B, H]."""
         # Only the block is normed here: `hidden_norm` did it once for the context of all layers.
         rows = rows + self.self_attn(self.input_layernorm(rows), context, at, attend)
         return rows + self.mlp(self.post_attention_layernorm(rows))
 
 
 class Drafter(nn.Module):
-    """The trainable part: `fc`, `hidden_norm`, decoder layers, final `norm`."""
+    """The trainable part: `fc`, `hidden_norm`, decoder layers, final `norm`.
+
+    `attention` makes the attention of a packed row. Training may set another than the dense one, which inference uses.
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
+        self.attention: Callable[[Blocks], Attend] = dense_attention
         width = config.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
@@ -133,19 +137,17 @@ class Drafter(nn.Module):
         return [layer.self_attn.keys_values(features, at) for layer in self._decoder_layers()]
 
     def draft(self, block_embeds: torch.Tensor, context: Sequence[KeysValues], blocks: Blocks) -> torch.Tensor:
-        """Return the normed hidden states f[N·B, H] of block rows f[N·B, H]; the target's head maps them to logits."""
+        """Return the normed hidden states f[P·B, H] of block rows f[P·B, H]; the target's head maps them to logits."""
         at = rotation(blocks.positions.flatten(), self.config, block_embeds.dtype)
         # One object for all layers: it holds the masks, which depend on the row and not on the layer.
-        # 512 blocks of 16 rows over 4,096 tokens keep 6.5 GB of scores a layer: on a GPU of 94 GiB five layers do not fit
-        # beside masters and moments. On CPU rows are short and time is short, memory is not.
-        attend = DenseAttention(blocks, recompute=block_embeds.is_cuda)
+        attend = self.attention(blocks)
         rows = block_embeds
         for layer, keys_values in zip(self._decoder_layers(), context, strict=True):
             rows = layer(rows, keys_values, at, attend)
         return self.norm(rows)
 
     def forward(self, block_embeds: torch.Tensor, states: States, blocks: Blocks) -> torch.Tensor:
-        """Return f[N·B, H]: `draft` over the context of one packed row's T states."""
+        """Return f[P·B, H]: `draft` over the context of one packed row's T states."""
         return self.draft(block_embeds, self.context_keys_values(states, blocks.context_positions), blocks)
 
     def _decoder_layers(self) -> list[DecoderLayer]:

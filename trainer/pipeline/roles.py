@@ -15,6 +15,7 @@ from trainer.config import TrainConfig
 from trainer.data.documents import open_dataset
 from trainer.data.rows import padding_share
 from trainer.data.schedule import MicroBatch
+from trainer.drafter.attention_choice import DENSE, Backend, Choice, agree, choose, wants_flex
 from trainer.drafter.fresh import fresh_drafter
 from trainer.drafter.model import Drafter
 from trainer.drafter.objective import make_vocab_subset
@@ -173,8 +174,8 @@ def run_drafter(post: Post) -> None:
         _finish(post, outcome, session)
 
 
-def build_drafter(post: Post) -> tuple[Drafter, StepOptimizer, Ends]:
-    """Make the drafter, fresh, started from the target or restored, and load the target's two ends."""
+def build_drafter(post: Post) -> tuple[Drafter, StepOptimizer, Ends, Choice]:
+    """Make the drafter, fresh, started from the target or restored, load the target's two ends, and try the attention."""
     config, plan = post.config, post.plan
     with post.phases.phase("loading", f"drafter on {post.device}"):
         facts = target_facts(Path(config.target_model))
@@ -193,11 +194,29 @@ def build_drafter(post: Post) -> tuple[Drafter, StepOptimizer, Ends]:
         norm = None
         if config.distils:
             norm = load_final_norm(Path(config.target_model), dtype=post.dtype, device=post.device)
-        return drafter, optimizer, Ends(embed, head, subset, norm)
+    choice = Choice(DENSE)
+    if wants_flex(config):
+        with post.phases.phase("warmup", f"attention on {post.device}"):
+            choice = choose(config, drafter.config, post.device, post.dtype)
+    return drafter, optimizer, Ends(embed, head, subset, norm), choice
+
+
+def agree_on_attention(post: Post, choice: Choice) -> Backend:
+    """Return the backend that all drafters train with, and say which. Behind warm-up's barrier: until then a rank may leave."""
+    agreed = agree(choice, lambda yes: post.world.all_drafters(yes, post.device))
+    if agreed.reason:
+        _say(post, "warning", f"all drafters attend with {agreed.backend.name}; flex on {post.device}: {agreed.reason}")
+    elif agreed.backend is not DENSE and isinstance(post.telemetry, EventWriter):
+        _say(post, "info", f"all drafters attend with {agreed.backend.name}")
+    return agreed.backend
+
+
+def _say(post: Post, level: str, text: str) -> None:
+    post.telemetry.emit(ev.Message(time=time.time(), rank=post.world.rank, level=level, text=text))
 
 
 def make_session(
-    post: Post, producer: Producer | None, drafter: Drafter, optimizer: StepOptimizer, ends: Ends
+    post: Post, producer: Producer | None, drafter: Drafter, optimizer: StepOptimizer, ends: Ends, choice: Choice
 ) -> DrafterSession:
     """Join the pieces of a drafter's work."""
     plan, rank = post.plan, post.world.rank
@@ -225,6 +244,7 @@ def make_session(
         drafter=drafter,
         optimizer=optimizer,
         ends=ends,
+        backend=agree_on_attention(post, choice),
         receiver=make_receiver(post, producer, reporter),
         figures=DeferredFigures(post.copier, post.device),
         clock=post.clock,

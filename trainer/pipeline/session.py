@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from remote.protocol.errors import DflashError
 from trainer.config import TrainConfig
 from trainer.data.schedule import MicroBatch, Schedule
+from trainer.drafter.attention_choice import Backend, flex_failures
 from trainer.drafter.blocks import Blocks, build_blocks
 from trainer.drafter.config import gamma_for
 from trainer.drafter.model import Drafter, States
@@ -64,6 +65,7 @@ class DrafterSession:
     drafter: Drafter
     optimizer: StepOptimizer
     ends: Ends
+    backend: Backend
     receiver: Receiver
     figures: DeferredFigures
     clock: StageClock
@@ -88,6 +90,7 @@ class DrafterSession:
         self._gamma = self.config.gamma or gamma_for(self.config.block_size)
         self._objective = Objective.of(self.config)
         self._flops = DrafterFlops.of(self.drafter, self.ends.head)
+        self.drafter.attention = self.backend.attention
         self._traffic: dict[int, StepTraffic] = {}
         self._began = time.monotonic()
         self._model: torch.nn.Module = self.drafter
@@ -192,7 +195,7 @@ class DrafterSession:
         with self.clock.stage("blocks"):
             blocks = self._blocks(packed.row).to(self.device, non_blocking=True)
         together = isinstance(self._model, DistributedDataParallel) and not last
-        with self._model.no_sync() if together else contextlib.nullcontext():  # pyright: ignore
+        with flex_failures(), self._model.no_sync() if together else contextlib.nullcontext():  # pyright: ignore
             with self.clock.stage("forward"), self._autocast():
                 states, teacher = self._parted(packed.states)
                 sums = drafter_forward(
@@ -240,6 +243,7 @@ class DrafterSession:
             block_size=self.config.block_size,
             mask_token_id=self.config.mask_token_id,
             gamma=self._gamma,
+            bucket=self.backend.bucket(self.config.row_anchors),
         )
 
     def apply(self, step: int, sums: StepSums) -> StepOutcome:
@@ -342,7 +346,7 @@ class DrafterSession:
         # Neither noise nor the run's objective nor its teacher: figures of different steps, and of other runs, must compare.
         blocks = self._blocks(packed.row).to(self.device, non_blocking=True)
         states, _ = self._parted(packed.states)
-        with self._autocast():
+        with flex_failures(), self._autocast():
             return drafter_forward(
                 self.drafter,
                 self.ends.embed,

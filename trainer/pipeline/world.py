@@ -47,6 +47,13 @@ class World:
             with self.meeting():
                 distributed.barrier(group=self.drafters)
 
+    def all_drafters(self, yes: bool, device: torch.device) -> bool:
+        """Whether every drafter says yes, heard by all of them. CPU-GPU sync point, once before the first step."""
+        flag = torch.tensor(int(yes), device=device)
+        if self.drafter_count > 1:
+            distributed.all_reduce(flag, op=distributed.ReduceOp.MIN, group=self.drafters)
+        return bool(flag.item())
+
     def sum_over_drafters(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all drafters, in place."""
         if self.drafter_count > 1:

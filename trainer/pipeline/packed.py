@@ -37,13 +37,13 @@ class RowTokens:
 class PackedRow:
     """A row with its states on the drafter's device, and whether they were finite when packed (None: nobody looked there).
 
-    `checksum`: of what was packed, 0 where the batch is not verified; `target`: who packed it.
+    `checksum`: of what had to be packed, None where the batch is not verified; `target`: who packed it.
     """
 
     row: RowTokens
     states: States
     packed_finite: bool | None = None
-    checksum: int = 0
+    checksum: int | None = None
     target: int = -1
 
     def verdict(self) -> torch.Tensor:
@@ -101,8 +101,9 @@ class PackBuffer:
 class PackedStates:
     """States in a pack buffer, with what rule 13 computes on the device when they are packed.
 
-    `proof` i64[2]: 1 where they are finite, and the checksum that they must have, 0 where nobody asked for it. It is of this
-    row alone: in the buffer it would be overwritten together with the states, and a race between them never be seen.
+    `proof` i64[3]: 1 where they are finite, the checksum that they must have, 0 where nobody asked for it, and the batch, which
+    one that was read too early does not carry. It is of this row alone: in the buffer it would be overwritten together with
+    the states, and a race between them never be seen.
     """
 
     buffer: PackBuffer
@@ -112,11 +113,13 @@ class PackedStates:
 
     @classmethod
     def of(
-        cls, buffer: PackBuffer, states: torch.Tensor, copier: Copier, check: torch.Tensor | None = None
+        cls, buffer: PackBuffer, states: torch.Tensor, copier: Copier, *, batch: int, check: torch.Tensor | None = None
     ) -> PackedStates:
-        """Close a row: `check` is its `captured_checksum`. Called on the stream that packed it."""
+        """Close the row of a batch: `check` is its `captured_checksum`. Called on the stream that packed it."""
         finite = torch.isfinite(states).all().to(torch.int64)
-        proof = torch.stack([finite, torch.zeros_like(finite) if check is None else check])
+        proof = torch.stack(
+            [finite, torch.zeros_like(finite) if check is None else check, torch.full_like(finite, batch)]
+        )
         return cls(buffer, states, copier.mark(), proof)
 
 

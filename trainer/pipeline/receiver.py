@@ -16,6 +16,7 @@ from trainer.pipeline.copier import Copier, Mark
 from trainer.pipeline.handover import StreamClosed
 from trainer.pipeline.packed import PackBuffer, PackedRow, RowTokens, as_states
 from trainer.pipeline.ring import Ring, SlotHeader, SlotView
+from trainer.pipeline.slots import is_verified
 from trainer.telemetry import StageClock
 
 CopyAlarm = Callable[[str, int], None]
@@ -53,6 +54,7 @@ class Fetcher:
         *,
         pairs: dict[int, int],
         channels: dict[int, PairChannel],
+        verify_copies: str,
         alarm: CopyAlarm,
         here: str,
         targets: Sequence[str],
@@ -66,6 +68,7 @@ class Fetcher:
         self._copier = copier
         self._pairs = pairs
         self._channels = channels
+        self._verify_copies = verify_copies
         self._alarm = alarm
         self._here = here
         self._targets = targets
@@ -78,10 +81,10 @@ class Fetcher:
 
         Raises PeerDied, StreamClosed, and ValueError when the ring's content is not what the schedule says.
         """
-        self.settle(free)
         channel, pair = self._channels[arrival.target], self._pairs[arrival.target]
         message = channel.receive()
         if message.kind is MessageKind.BYE:
+            self.settle(free)
             raise StreamClosed
         header = self._ring.read_header(pair, message.slot)
         if not header.batch == message.batch == arrival.batch:
@@ -93,9 +96,10 @@ class Fetcher:
             _row_tokens(header, view),
             as_states(states, split=header.split),
             header.finite,
-            header.checksum,
+            header.checksum if is_verified(self._verify_copies, header.batch) else None,
             arrival.target,
         )
+        self.settle(free)
         self._verify(row, states, done)
         self._clock.copied("copy_in", done.seconds())
         channel.send(SlotMessage(MessageKind.FREE, message.slot, message.batch))
@@ -103,7 +107,7 @@ class Fetcher:
 
     def _verify(self, row: PackedRow, states: torch.Tensor, arrived: Mark) -> None:
         """Wait until the states have arrived, and compare those of a verified batch."""
-        if not row.checksum:
+        if row.checksum is None:
             arrived.wait_host()
             return
         with self._copier.beside():
@@ -118,7 +122,7 @@ class Fetcher:
         The states of a verified batch are summed once more behind their readers: a slot that was filled again too early
         was right when it arrived.
         """
-        if not row.checksum:
+        if row.checksum is None:
             return Released(self._copier.mark())
         seen = checksum(buffer.rows(len(row.row.input_ids))).reshape(1)
         used = self._landings.pop() if self._landings else self._copier.landing(1)

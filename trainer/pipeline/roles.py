@@ -144,6 +144,7 @@ def make_receiver(post: Post, producer: Producer | None, reporter: Reporter) -> 
         post.copier,
         pairs=post.joint.pairs,
         channels=post.joint.channels,
+        verify_copies=post.config.verify_copies,
         alarm=lambda seen, step: reporter.alarm("wrong_copy", seen, step),
         here=post.layout.place(Role.DRAFTER, post.index, machine),
         targets=[post.layout.place(Role.TARGET, target, machine) for target in range(post.layout.targets)],

@@ -28,6 +28,11 @@ def is_sampled(batch: int) -> bool:
     return int.from_bytes(hashlib.sha256(str(batch).encode("ascii")).digest(), "big") % 64 == 0
 
 
+def is_verified(verify_copies: str, batch: int) -> bool:
+    """Whether both ends compare this batch. Each asks for itself: that nothing came to compare with is a difference, too."""
+    return verify_copies == "all" or (verify_copies == "sample" and is_sampled(batch))
+
+
 def create_ring_file(path: Path, size: int) -> None:
     """Create the ring's file with all its pages reserved. Raises OSError (ENOSPC) when /dev/shm has no room for it.
 

@@ -15,7 +15,7 @@ from trainer.pipeline.held_out import FIRST_BATCH
 from trainer.pipeline.packed import PackBuffer, PackedRow, PackedStates, as_states
 from trainer.pipeline.reader import ReadRow, RowReader
 from trainer.pipeline.reporting import ProfileTimer
-from trainer.pipeline.slots import is_sampled
+from trainer.pipeline.slots import is_verified
 from trainer.target.capture import Target
 from trainer.telemetry import StageClock
 
@@ -65,7 +65,7 @@ class Producer:
         return states, check
 
     def verifies(self, batch: int) -> bool:
-        return self._verify == "all" or (self._verify == "sample" and is_sampled(batch))
+        return is_verified(self._verify, batch)
 
 
 def produce(
@@ -84,7 +84,7 @@ def produce(
             with clock.stage("wait_buffer"):
                 buffer = sender.buffer()
             states, check = producer.states(read, buffer, verify=producer.verifies(micro_batch.b))
-            packed = PackedStates.of(buffer, states, copier, check)
+            packed = PackedStates.of(buffer, states, copier, batch=micro_batch.b, check=check)
             with clock.stage("publish"):
                 sender.send(packed, read.row, micro_batch.drafter)
             timer.tick()

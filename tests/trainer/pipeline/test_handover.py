@@ -72,12 +72,13 @@ class Joint:
             return SyncSender(publisher, buffers(1)[0], **shape)
         return AsyncSender(publisher, buffers(2), **shape)
 
-    def receiver(self, drafter: int, arrivals: list[Arrival], mode: str = "async") -> Receiver:
+    def receiver(self, drafter: int, arrivals: list[Arrival], mode: str = "async", verify: str = "all") -> Receiver:
         fetcher = Fetcher(
             self.ring,
             COPIER,
             pairs={target: target * self.drafters + drafter for target in range(self.targets)},
             channels={target: self.sockets[target, drafter][1] for target in range(self.targets)},
+            verify_copies=verify,
             alarm=lambda seen, step: self.alarms.append((seen, step)),
             here=f"GPU {5 + drafter} (rank {self.targets + drafter})",
             targets=[f"GPU {target} (rank {target})" for target in range(self.targets)],
@@ -119,7 +120,7 @@ def send(sender: Sender, batch: int, drafter: int = 0, *, verify: bool = True, v
     states = buffer.rows(8)
     states.fill_(batch + 0.5 if value is None else value)
     check = checksum(states) if verify else None
-    sender.send(PackedStates.of(buffer, states, COPIER, check), row(batch), drafter)
+    sender.send(PackedStates.of(buffer, states, COPIER, batch=batch, check=check), row(batch), drafter)
 
 
 class Work:
@@ -276,8 +277,27 @@ def test_without_verification_nothing_is_compared(joint: Make) -> None:
     both = joint()
     send(both.sender(0, "sync"), 0, verify=False)
     both.ring.view(0, 0, both.ring.read_header(0, 0)).states.zero_()
-    both.receiver(0, [Arrival(0, 0)]).receive(0)
+    both.receiver(0, [Arrival(0, 0)], verify="off").receive(0)
     assert both.alarms == []
+
+
+def test_a_row_that_left_before_it_was_packed_is_an_alarm(joint: Make) -> None:
+    both = joint()
+    sender = both.sender(0, "sync")
+    buffer = sender.buffer()
+    packed = PackedStates.of(buffer, buffer.rows(8), COPIER, batch=0, check=torch.tensor(0))
+    packed.proof.zero_()  # What lies in memory that nobody has written yet; zeros have the checksum 0, too.
+    sender.send(packed, row(3), 0)
+    both.receiver(0, [Arrival(3, 0)]).receive(3)
+    assert both.alarms == [("batch 3: finite when packed on GPU 0 (rank 0), wrong on GPU 5 (rank 1)", 1)]
+
+
+def test_a_checksum_that_did_not_come_is_an_alarm(joint: Make) -> None:
+    # It travels as the states do: a copy that is too early brings neither, and must not pass for one that nobody asked for.
+    both = joint()
+    send(both.sender(0, "sync"), 0, verify=False)
+    both.receiver(0, [Arrival(0, 0)]).receive(0)
+    assert both.alarms == [("batch 0: finite when packed on GPU 0 (rank 0), wrong on GPU 5 (rank 1)", 1)]
 
 
 def test_the_death_of_a_drafter_reaches_the_targets_loop(joint: Make) -> None:
@@ -314,7 +334,7 @@ def test_the_publishers_own_error_reaches_the_loop(joint: Make) -> None:
     sender = both.sender(0)
     buffer = sender.buffer()
     states = torch.zeros(TOKENS + 16, LAYERS * HIDDEN)
-    sender.send(PackedStates.of(buffer, states, COPIER), row(0, TOKENS + 16), 0)
+    sender.send(PackedStates.of(buffer, states, COPIER, batch=0), row(0, TOKENS + 16), 0)
 
     def produce() -> None:
         for batch in range(1, 5):

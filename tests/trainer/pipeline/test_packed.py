@@ -113,11 +113,13 @@ def test_the_bytes_do_not_depend_on_what_the_buffer_held(split: bool) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_non_finite_state_is_flagged_when_it_is_packed(value: float) -> None:
     layers = captured([5, 3])
-    good = PackedStates.of(buffer(False), buffer(False).pack(layers, [5, 3], 16), HostCopier())
+    good = PackedStates.of(buffer(False), buffer(False).pack(layers, [5, 3], 16), HostCopier(), batch=8)
     layers[2][1, 2, 3] = value
-    bad = PackedStates.of(buffer(False), buffer(False).pack(layers, [5, 3], 16), HostCopier(), torch.tensor(-7))
-    assert good.proof.tolist() == [1, 0]
-    assert bad.proof.tolist() == [0, -7]
+    bad = PackedStates.of(
+        buffer(False), buffer(False).pack(layers, [5, 3], 16), HostCopier(), batch=9, check=torch.tensor(-7)
+    )
+    assert good.proof.tolist() == [1, 0, 8]
+    assert bad.proof.tolist() == [0, -7, 9]
 
 
 def test_padding_of_the_target_never_reaches_the_drafter() -> None:

@@ -35,6 +35,10 @@ def _key(
 ON_OFF = ("off", "on")
 
 
+TRACE_STEPS = 3
+"""What `--trace` means."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One training run. `validate` holds the rules between keys; `describe_keys` is the reference table's source."""
@@ -94,7 +98,8 @@ class TrainConfig:
     split_fc: str = _key("off", "keep the captured layers separate instead of one packed tensor", group="pipeline", choices=ON_OFF)
     ring_mib: int = _key(4096, "bound on states in flight on this machine", group="pipeline", unit="MiB", low=1)
     verify_copies: str = _key("sample", "compare checksums of handed-over states", group="pipeline", choices=("sample", "all", "off"))
-    profile_interval: float = _key(60.0, "print who waits this often; 0: never", group="pipeline", unit="s", low=0)
+    profile_interval: float = _key(60.0, "print where the time goes and who waits this often; 0: never", group="pipeline", unit="s", low=0)
+    trace_steps: int = _key(0, "trace so many steps, from the run's third on, into trace/ of its directory (--trace: 3); 0: none", group="pipeline", unit="steps", low=0, high=20)
     collective_timeout: float = _key(600.0, "last resort: collectives give up on a silent peer after this long, never before 2.5 times stall_timeout", group="pipeline", unit="s", low=10)
     stall_timeout: float = _key(300.0, "a rank that does not get on for this long in training, three times as long elsewhere, ends the run and is named; no step for this long is an alarm", group="pipeline", unit="s", low=1)
 

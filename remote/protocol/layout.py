@@ -114,6 +114,10 @@ class RunLayout:
         """Batches of steps that were refused for their numbers."""
         return self.path / "bad"
 
+    def trace(self, rank: int) -> Path:
+        """What one rank did in a few steps, as trace events, where that was asked for."""
+        return self.path / "trace" / f"rank-{rank}.json.gz"
+
     def error(self, rank: int) -> Path:
         """RankError of one rank."""
         return self.path / "errors" / f"rank-{rank}.json"

@@ -84,6 +84,14 @@ def test_the_storys_command_line_is_understood() -> None:
     assert config.micro_batches_per_step == 12  # accumulation 4 on 3 drafters
 
 
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [((), 0), (("--trace",), 3), (("--trace-steps", "5"), 5), (("--trace", "--trace-steps", "1"), 1)],
+)
+def test_a_trace_is_asked_for_with_and_without_a_number(flags: tuple[str, ...], steps: int) -> None:
+    assert parse(*flags).trace_steps == steps
+
+
 def test_accumulation_counts_the_drafters_of_any_source(tmp_path: Path) -> None:
     assert parse("--grad-accum", "2").micro_batches_per_step == 2
     assert parse("--grad-accum", "2", "--set", "drafter_gpus=1,2").micro_batches_per_step == 4

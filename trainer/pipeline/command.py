@@ -9,7 +9,16 @@ from typing import Any
 
 from remote.protocol.codec import loads_object
 from remote.protocol.errors import usage_error
-from trainer.config import PATH_KEYS, TrainConfig, base_of_paths, coerce, config_flags, load_toml, parse_set
+from trainer.config import (
+    PATH_KEYS,
+    TRACE_STEPS,
+    TrainConfig,
+    base_of_paths,
+    coerce,
+    config_flags,
+    load_toml,
+    parse_set,
+)
 from trainer.pipeline.leader import lead
 
 # Environment variables of the story's script, read here and nowhere else, where the flag is not given.
@@ -37,6 +46,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-json", type=Path, metavar="FILE", help="JSON file of keys, as the agent writes it")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key")
     parser.add_argument("--grad-accum", type=int, metavar="N", help="micro-batches per step and drafter")
+    parser.add_argument("--trace", action="store_true", help=f"trace a few steps: --trace-steps {TRACE_STEPS}")
     for flag in config_flags():
         parser.add_argument(flag.name, dest=flag.key, metavar=flag.metavar, help=flag.help.replace("%", "%%"))
 
@@ -58,6 +68,8 @@ def read_values(arguments: argparse.Namespace) -> dict[str, Any]:
             text = {"0": "off", "1": "on"}.get(text, text) if key == "split_fc" else text
             values[key] = coerce(key, text, variable)
     values.update(parse_set(assignment) for assignment in arguments.set)
+    if arguments.trace:
+        values["trace_steps"] = TRACE_STEPS
     for flag in config_flags():
         if (text := getattr(arguments, flag.key)) is not None:
             values[flag.key] = coerce(flag.key, text)

@@ -25,6 +25,7 @@ from trainer.pipeline.reader import packed_length
 from trainer.pipeline.reporting import ProfileTimer
 from trainer.pipeline.ring import Ring
 from trainer.pipeline.stage_clock import timeline_of
+from trainer.pipeline.trace import StepTrace
 from trainer.pipeline.world import World
 from trainer.preflight import make_schedule, packing_of
 from trainer.telemetry import PhaseLog, StageClock, Telemetry
@@ -57,6 +58,7 @@ class Post:
     phases: PhaseLog
     clock: StageClock
     timer: ProfileTimer
+    trace: StepTrace
     copier: Copier
     packing: Packing
     schedule: Schedule
@@ -132,6 +134,7 @@ def take_post(plan: RunPlan, world: World, telemetry: Telemetry, phases: PhaseLo
         phases=phases,
         clock=clock,
         timer=timer,
+        trace=_step_trace(plan, clock, telemetry, world.rank, device),
         copier=make_copier(device),
         packing=packing,
         schedule=make_schedule(config, packing, world.machines),
@@ -140,6 +143,14 @@ def take_post(plan: RunPlan, world: World, telemetry: Telemetry, phases: PhaseLo
         token_ids_seen=token_ids_seen,
         joint=None if layout.shared else _join_peers(plan, layout, role, world, device),
     )
+
+
+def _step_trace(
+    plan: RunPlan, clock: StageClock, telemetry: Telemetry, rank: int, device: torch.device
+) -> StepTrace:
+    count = plan.train_config().trace_steps
+    path = plan.run.trace(rank)
+    return StepTrace(path, clock, telemetry, rank=rank, first_step=plan.first_step, count=count, device=device)
 
 
 def _join_peers(plan: RunPlan, layout: Layout, role: Role, world: World, device: torch.device) -> Joint:

@@ -111,7 +111,8 @@ def run_target(post: Post) -> None:
     batches = post.held_out.join(training, plan.first_step, machine, target=post.index)
     with post.phases.phase("training"):
         sender = make_sender(post, post.joint)
-        produce(producer, batches, sender, post.copier, post.clock, post.timer)
+        produce(producer, post.trace.following(batches), sender, post.copier, post.clock, post.timer)
+        post.trace.close()
 
 
 def until(batches: Iterator[MicroBatch], last_step: int) -> Iterator[MicroBatch]:
@@ -251,6 +252,7 @@ def make_session(
         clock=post.clock,
         phases=post.phases,
         timer=post.timer,
+        trace=post.trace,
         desk=desk,
         padding=padding,
     )

@@ -34,6 +34,7 @@ from trainer.pipeline.reporting import Desk, ProfileTimer, StepTraffic, blame
 from trainer.pipeline.saving import Saving
 from trainer.pipeline.stage_clock import when_gradients_are_made
 from trainer.pipeline.target_side import SharedReceiver
+from trainer.pipeline.trace import StepTrace
 from trainer.pipeline.world import World
 from trainer.telemetry import PhaseLog, StageClock
 
@@ -71,6 +72,7 @@ class DrafterSession:
     clock: StageClock
     phases: PhaseLog
     timer: ProfileTimer
+    trace: StepTrace
     desk: Desk | None
     padding: float
 
@@ -126,6 +128,7 @@ class DrafterSession:
     def begin_step(self, step: int) -> StepSums:
         """Return empty sums; the first drafter's carry whether a stop is wanted. Raises DflashError without a run directory."""
         self.step = step
+        self.trace.at(step)
         stop_wanted = self.desk is not None and self._stop_wanted()
         return StepSums(
             self.config.block_size, self.config.micro_batches_per_step, self.device, stop_wanted=stop_wanted
@@ -359,6 +362,7 @@ class DrafterSession:
             )
 
     def close(self) -> None:
-        """Say goodbye to the targets and wait for the other drafters."""
+        """Say goodbye to the targets and wait for the other drafters. A trace that is being taken is written."""
+        self.trace.close()
         self.receiver.close()
         self.world.drafters_barrier()

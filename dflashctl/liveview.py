@@ -15,9 +15,9 @@ from dflashctl.console import OUT, width
 from dflashctl.logview import LogView, end_line, readable
 from dflashctl.profileview import profile_lines
 from dflashctl.results import LogEnd
-from dflashctl.views import duration, event_text, phase_text
+from dflashctl.views import duration, event_text, finished_text, phase_text
 from remote.protocol.codec import from_plain
-from remote.protocol.events import KINDS, PipelineProfile, StageProfile, parse_line
+from remote.protocol.events import KINDS, PipelineProfile, RunFinished, StageProfile, parse_line
 
 _STYLES = {
     "step": "default",
@@ -164,7 +164,8 @@ def _styled(line: str, fields: dict[str, Any] | None, columns: int) -> Text:
     if fields["kind"] == "step":
         text = Text.assemble(stamp, *_step_parts(fields))
         return text if text.cell_len <= columns else Text.assemble(stamp, *_step_parts(fields, short=True))
-    words = event_text(from_plain(KINDS[fields["kind"]], fields))
+    event = from_plain(KINDS[fields["kind"]], fields)
+    words = finished_text(event) if isinstance(event, RunFinished) else event_text(event)
     return Text.assemble(stamp, (words, _STYLES[fields["kind"]]))
 
 

@@ -259,18 +259,19 @@ def event_text(event: Event) -> str:
     if isinstance(event, AlarmRaised):
         return f"ALARM {event.alarm}: {event.message}"
     if isinstance(event, RunFinished):
-        return _finished_text(event)
+        return f"{event.result} at step {event.step}{_refused(event)}"
     return event.text if isinstance(event, Message) else ""
 
 
-def _finished_text(event: RunFinished) -> str:
-    parts = [f"{event.result} at step {event.step}"]
-    if event.tokens:
-        parts.append(f"{event.tokens:,} tokens in {duration(event.seconds)}")
-        parts.append(f"loss {event.first_loss:.4f} to {event.last_loss:.4f}")
-    if event.not_applied:
-        parts.append(f"{not_applied_text(event.not_applied)} not applied")
-    return ", ".join(parts)
+def finished_text(event: RunFinished) -> str:
+    """Return the log's last event with all its figures; the checkpoint has a line of its own before and after it."""
+    trained = f", {event.tokens:,} tokens in {duration(event.seconds)}" if event.tokens else ""
+    losses = f", loss {event.first_loss:.4f} to {event.last_loss:.4f}" if event.tokens else ""
+    return f"{event.result} at step {event.step}{trained}{losses}{_refused(event)}"
+
+
+def _refused(event: RunFinished) -> str:
+    return f", {not_applied_text(event.not_applied)} not applied" if event.not_applied else ""
 
 
 def first_step_line(status: RunStatus, step: Step | None, profile: PipelineProfile | None) -> str:

@@ -17,6 +17,7 @@ from dflashctl.views import (
     alarm_lines,
     duration,
     event_text,
+    finished_text,
     first_step_line,
     plan_lines,
     runs_lines,
@@ -174,17 +175,8 @@ def test_the_width_is_bounded(monkeypatch):
         (ev.Message(time=0, level="info", text="hello"), "hello"),
         (ev.RunFinished(time=0, result="stopped", step=4), "stopped at step 4"),
         (
-            ev.RunFinished(
-                time=0,
-                result="finished",
-                step=4,
-                seconds=75.0,
-                tokens=6668,
-                first_loss=9.5,
-                last_loss=3.25,
-                not_applied=2,
-            ),
-            "finished at step 4, 6,668 tokens in 1m 15s, loss 9.5000 to 3.2500, 2 steps not applied",
+            ev.RunFinished(time=0, result="finished", step=4, tokens=9, not_applied=2),
+            "finished at step 4, 2 steps not applied",
         ),
         (
             ev.HeldOutMeasured(time=0, step=8, loss=3.5, accuracy=0.25, accept_len=1.75, seconds=2.0),
@@ -199,6 +191,16 @@ def test_the_width_is_bounded(monkeypatch):
 )
 def test_events_in_words(event, text):
     assert event_text(event) == text
+
+
+def test_the_end_in_a_log_has_all_its_figures():
+    finished = ev.RunFinished(
+        time=0, result="finished", step=4, seconds=75.0, tokens=6668, first_loss=9.5, last_loss=3.25, not_applied=2
+    )
+    assert finished_text(finished) == (
+        "finished at step 4, 6,668 tokens in 1m 15s, loss 9.5000 to 3.2500, 2 steps not applied"
+    )
+    assert finished_text(ev.RunFinished(time=0, result="stopped", step=0)) == "stopped at step 0"
 
 
 def test_every_kind_of_event_has_words_or_none():

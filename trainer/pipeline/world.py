@@ -51,7 +51,8 @@ class World:
         """Whether every drafter says yes, heard by all of them. CPU-GPU sync point, once before the first step."""
         flag = torch.tensor(int(yes), device=device)
         if self.drafter_count > 1:
-            distributed.all_reduce(flag, op=distributed.ReduceOp.MIN, group=self.drafters)
+            with self.meeting():
+                distributed.all_reduce(flag, op=distributed.ReduceOp.MIN, group=self.drafters)
         return bool(flag.item())
 
     def sum_over_drafters(self, values: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+OTHER_DRAFTERS = "the other drafters"
+
 WAIT = "wait_"
 """Stages so named wait for another thread of the rank, which may be waiting for another rank."""
+
+MEETING = "all_reduce"
+"""The stage that meets the other drafters; a backward turns to it by itself once its gradients are made."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,8 @@ class Pulse:
         main = waits.pop(self._main, None)
         if main is not None:
             return main.whom
+        if self.stage == MEETING:
+            return OTHER_DRAFTERS
         if not self.stage.startswith(WAIT):
             return ""
         # The main thread waits for one of ours: that one may itself stand still, in a copy for instance.

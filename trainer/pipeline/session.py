@@ -216,8 +216,7 @@ class DrafterSession:
                 )
             if isinstance(self._model, DistributedDataParallel) and last:
                 when_gradients_are_made(sums.loss_sum, lambda: self.clock.turn_to("all_reduce"))
-            # The last backward of the step meets the other drafters'.
-            with self.clock.stage("backward"), self.world.meeting() if last else contextlib.nullcontext():
+            with self.clock.stage("backward"):
                 sums.loss_sum.backward()
         self.clock.add_flops(self._flops.row(packed.row.tokens, blocks))
         return sums

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from trainer.pipeline.layout import Layout, Role
-from trainer.pipeline.pulse import Pulse
+from trainer.pipeline.pulse import OTHER_DRAFTERS, Pulse
 
 # 54 GB of weights from a cold disk at 20 MB/s take 45 minutes.
 _LONGEST_LOAD = timedelta(hours=2)
@@ -39,7 +39,7 @@ class World:
 
     def meeting(self) -> AbstractContextManager[None]:
         """Return a context for what meets the other drafters: whoever stands in it may be waiting for them."""
-        return self.pulse.waiting("the other drafters") if self.drafter_count > 1 else nullcontext()
+        return self.pulse.waiting(OTHER_DRAFTERS) if self.drafter_count > 1 else nullcontext()
 
     def drafters_barrier(self) -> None:
         """Wait until every drafter has come here."""

@@ -64,13 +64,16 @@ def test_whatever_begins_or_ends_is_progress(clock: Clock) -> None:
 def test_only_a_wait_for_another_rank_excuses() -> None:
     pulse = Pulse()
     assert (pulse.awaited(), pulse.doing()) == ("", "between two stages")
-    pulse.turn_to("all_reduce")
+    pulse.turn_to("backward")
     assert pulse.awaited() == ""
-    with pulse.waiting("the other drafters"):
+    with pulse.waiting("the other ranks"):
         with pulse.waiting("drafter 0 (rank 1)"):
             assert pulse.awaited() == "drafter 0 (rank 1)"
-        assert pulse.awaited() == "the other drafters"
-        assert pulse.doing() == "all_reduce"
+        assert pulse.awaited() == "the other ranks"
+        assert pulse.doing() == "backward"
+    pulse.turn_to("all_reduce")
+    assert pulse.awaited() == "the other drafters"
+    pulse.turn_to("optimizer")
     assert pulse.awaited() == ""
     with pytest.raises(ValueError), pulse.waiting("drafter 0"):
         raise ValueError

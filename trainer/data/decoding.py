@@ -1,4 +1,8 @@
-"""Batched decoding of a plain causal language model: left padded prompts, one cache, finished rows dropped.
+"""Batched decoding of a causal language model, plain or hybrid: left padded prompts, one cache, finished rows dropped.
+
+Left padding is exact for the recurrent layers of Qwen3.5 too: under the mask their input is zero, there is no bias
+before convolution and recurrence, and what decays is a state of zeros. It holds for the prefill, where padding
+precedes every token; behind a token even masked padding lets the state decay (see `trainer.target.recurrent`).
 
 Speed on one CPU core with AMX, SmolLM2-135M in bfloat16, prompts of 80 tokens (2026-11-30): 190 tok/s at batch 32,
 300 at 64, 420 at 128. The growing cache is copied at each step, so larger batches gain less and less.
@@ -9,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -60,7 +64,7 @@ def decode_batch(
     """Continue every prompt by up to `max_new_tokens` tokens.
 
     Args:
-        model: a transformers causal language model without recurrent layers, in eval mode.
+        model: a transformers causal language model in eval mode, from `load_generator`.
         prompts: token ids of each prompt, none empty.
         keys: one stable name per prompt; sampling is seeded by it.
         settings: length, temperature, stop tokens.
@@ -120,7 +124,8 @@ class _Batch:
 
     def keep(self, indices: Tensor) -> None:
         """Drop all rows but these, from the cache too."""
-        self._cache.batch_select_indices(indices)
+        # Not batch_select_indices, which recurrent layers lack (transformers 5.15 to 5.19); this one serves both kinds.
+        self._cache.reorder_cache(cast(torch.LongTensor, indices))
         self.rows, self._tokens = self.rows[indices], self._tokens[indices]
         self._mask, self._positions = self._mask[indices], self._positions[indices]
 

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     """Generate what is missing in the output; return the exit code.
 
     Raises:
-        DflashError: a flag out of range, a bad prompt row, an output made with other settings, a hybrid target.
+        DflashError: a flag out of range, a bad prompt row, an output made with other settings, an unknown recurrent target.
     """
     _check_flags(args)
     chat = load_tokenizer(args.target_model, parse_template_kwargs(args.chat_template_kwargs))

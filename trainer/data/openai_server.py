@@ -26,6 +26,9 @@ _LONGEST_PAUSE_S = 30.0
 _PASSING = (408, 409, 425, 429, 500, 502, 503, 504)
 _REFUSED = (401, 403, 404)
 
+# Fields that OpenAI's protocol lacks; vLLM and SGLang have them, transformers serve 5.19 refuses the first two (422).
+_BEYOND = ("top_k", "return_token_ids", "chat_template_kwargs")
+
 
 @dataclass(frozen=True)
 class ServerSettings:
@@ -80,9 +83,16 @@ class ChatServer:
         """Return the name of the only model that the server has, and use it.
 
         Raises:
-            DflashError: the server does not answer, or has several.
+            DflashError: the server does not answer, does not say, or has several.
         """
-        names = [entry["id"] for entry in self._try("GET", "/models").get("data", [])]
+        try:
+            names = [entry["id"] for entry in self._try("GET", "/models").get("data", [])]
+        except _Problem as problem:
+            raise preflight_error(
+                f"{self.settings.url} does not say which models it has",
+                cause=problem.text,
+                hint="name the one it serves with --server-model",
+            ) from None
         if len(names) != 1:
             raise preflight_error(
                 f"{self.settings.url} has {len(names)} models",
@@ -135,7 +145,8 @@ class ChatServer:
             except _Problem as problem:
                 if problem.status in _REFUSED:
                     raise _refused(self.settings.url, problem) from None
-                if not problem.passing:
+                # transformers 5.19 lists a cache of downloads, not the model it serves, and answers 500 without a cache.
+                if not problem.passing or (method == "GET" and problem.status == 500):
                     raise
                 if attempt == _TRIES or self._closed.is_set():
                     raise preflight_error(
@@ -263,8 +274,10 @@ def _foreign(
 
 
 def _refused(url: str, problem: _Problem) -> DflashError:
-    return preflight_error(
-        f"{url} refuses the request",
-        cause=problem.text,
-        hint="see --server (the address up to /v1), --server-model and --api-key-file",
-    )
+    if problem.status == 422 or any(field in problem.text for field in _BEYOND):
+        hint = (
+            "leave out what this server does not know: --top-k, --token-ids and --chat-template-kwargs are not OpenAI's"
+        )
+    else:
+        hint = "see --server (the address up to /v1), --server-model and --api-key-file"
+    return preflight_error(f"{url} refuses the request", cause=problem.text, hint=hint)

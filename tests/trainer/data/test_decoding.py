@@ -132,10 +132,14 @@ def test_unlikely_tokens_are_left_out_and_the_rest_keeps_its_proportions(
     assert torch.allclose(shares, torch.tensor(expected), atol=0.002)
 
 
-def test_a_hybrid_target_is_refused(tmp_path: Path) -> None:
-    from transformers import Qwen3_5TextConfig
+def test_recurrent_layers_of_an_unknown_class_are_refused(tmp_path: Path) -> None:
+    """Qwen3-Next has layers of the same kind, but only the classes that were checked are let in."""
+    from transformers import Qwen3NextConfig
 
-    Qwen3_5TextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]).save_pretrained(tmp_path)
-    with pytest.raises(DflashError, match="recurrent layers") as caught:
+    kinds = ["linear_attention", "full_attention"]
+    Qwen3NextConfig(num_hidden_layers=2, layer_types=kinds, architectures=["Qwen3NextForCausalLM"]).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(DflashError, match="Qwen3NextForCausalLM, whose recurrent layers are not known") as caught:
         load_generator(tmp_path, "float32", "cpu", None)
     assert "OpenAI-compatible" in caught.value.hint

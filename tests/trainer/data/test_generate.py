@@ -4,10 +4,12 @@ import argparse
 import copy
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,16 @@ def rows(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def prompts(tmp_path: Path, write_jsonl) -> Path:
     return write_jsonl(tmp_path / "prompts.jsonl", PROMPTS)
+
+
+@pytest.fixture(scope="session")
+def hybrid_dir(target_dir: Path, make_target: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny hybrid target with SmolLM2's tokenizer."""
+    made = make_target("Qwen3_5ForCausalLM", vocab_size=49152, num_hidden_layers=3)
+    path = shutil.copytree(made, tmp_path_factory.mktemp("hybrid") / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(target_dir / name, path)
+    return path
 
 
 @pytest.fixture
@@ -112,14 +124,20 @@ def test_a_second_run_has_nothing_to_do(
     assert "0 prompts to do, 7 done before" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kept", [0, 1, 300, -1, -30])
+@pytest.mark.parametrize(
+    ("kept", "which"),
+    [(0, "target_dir"), (1, "target_dir"), (300, "target_dir"), (-1, "target_dir"), (-30, "target_dir")]
+    + [(700, "hybrid_dir"), (-30, "hybrid_dir")],
+)
 def test_an_output_cut_anywhere_is_completed_to_the_same_rows(
-    target_dir: Path, prompts: Path, output: Path, kept: int
+    request: pytest.FixtureRequest, prompts: Path, output: Path, kept: int, which: str
 ) -> None:
-    run(target_dir, prompts, output)
+    """What is left meets other batches than before, with other padding."""
+    target = request.getfixturevalue(which)
+    run(target, prompts, output, "--token-ids")
     whole = rows(output)
     output.write_bytes(output.read_bytes()[:kept])
-    run(target_dir, prompts, output)
+    run(target, prompts, output, "--token-ids")
     by_prompt = {row["messages"][0]["content"]: row for row in rows(output)}
     assert len(rows(output)) == len(by_prompt) == 7
     assert all(by_prompt[row["messages"][0]["content"]] == row for row in whole)

@@ -31,13 +31,16 @@ class Far:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.models = ["toy"]
+        self.models_status = 200
+        self.asked_for_models = 0
         self.most_at_once = self._now = 0
         lock = threading.Lock()
         far = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.send(200, {"data": [{"id": name} for name in far.models]}, {})
+                far.asked_for_models += 1
+                self.send(far.models_status, {"data": [{"id": name} for name in far.models]}, {})
 
             def do_POST(self) -> None:
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -309,6 +312,43 @@ def test_the_model_is_named_where_there_is_a_choice(make_far: MakeFar, models: l
     far.models = models
     with pytest.raises(DflashError, match=f"has {len(models)} models"):
         client(far).find_model()
+
+
+@pytest.mark.parametrize("status", [500, 422, 501])
+def test_a_server_that_does_not_list_its_models_is_told_at_once(make_far: MakeFar, status: int) -> None:
+    """transformers serve 5.19 without a cache of downloads: eight tries of a minute, and "start the server"."""
+    far = make_far(well)
+    far.models_status = status
+    with pytest.raises(DflashError, match="does not say which models") as caught:
+        client(far).find_model()
+    assert far.asked_for_models == 1
+    assert f"status {status}" in caught.value.cause
+    assert "--server-model" in caught.value.hint
+
+
+def test_models_of_a_server_that_is_starting_are_waited_for(make_far: MakeFar) -> None:
+    far = make_far(well)
+    far.models_status = 503
+    with pytest.raises(DflashError, match="no answer from"):
+        client(far).find_model()
+    assert far.asked_for_models == 8
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "hint"),
+    [
+        (422, {"detail": "Unexpected fields in the request: {'top_k'}"}, "--top-k, --token-ids"),
+        (400, {"error": {"message": "Unrecognized request argument supplied: top_k"}}, "--top-k, --token-ids"),
+        (400, {"detail": "Server is pinned to '/models/a'; requested 'b'."}, "--server-model"),
+    ],
+)
+def test_a_field_that_a_server_does_not_know_is_told_from_a_wrong_address(
+    make_far: MakeFar, status: int, said: dict[str, Any], hint: str
+) -> None:
+    """The first and the last word for word from transformers serve 5.19."""
+    with pytest.raises(DflashError, match="refuses the request") as caught:
+        client(make_far(lambda *_: (status, said, {}))).reply(prompt())
+    assert hint in caught.value.hint
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a/v1", "http://"])

@@ -2,7 +2,8 @@
 
 <output_dir>/step-00000500/   drafter.safetensors (float32 masters at least), drafter_config.json, optimizer.safetensors,
                               trainer_state.json; complete because the directory was renamed into place
-<output_dir>/best -> step-N   that of the lowest held-out loss, if held-out data is measured
+<output_dir>/best -> step-N   that of the lowest held-out loss, if held-out data is measured; in a resumed run it may lie in
+                              the directory of the run before
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remote.protocol.errors import preflight_error
+from remote.protocol.errors import DflashError, preflight_error
 from remote.protocol.files import fsync_directory
 from remote.protocol.records import read_record
 from trainer.config import TrainConfig
@@ -39,7 +40,7 @@ _BINDING = (
 class TrainerState:
     """trainer_state.json: the last step a checkpoint contains, and what it was trained with.
 
-    `best_held_out_loss`: the lowest of the run so far, this checkpoint's included.
+    `best_held_out_loss`: the lowest so far, this checkpoint's included and those of the runs that it was resumed from.
     """
 
     step: int
@@ -73,10 +74,28 @@ def mark_best(output_dir: Path, checkpoint: Path) -> None:
     """Let the link `best` point to a checkpoint; at any moment it points to the old one or to the new one. Raises OSError."""
     link = output_dir / f".{BEST}"
     link.unlink(missing_ok=True)
-    # Relative: a directory that is moved as a whole keeps its best.
-    link.symlink_to(checkpoint.name)
+    # Relative: a directory that is moved as a whole keeps its best. That of the run before lies elsewhere.
+    link.symlink_to(checkpoint.name if checkpoint.parent == output_dir else checkpoint.resolve())
     link.rename(output_dir / BEST)
     fsync_directory(output_dir)
+
+
+def best_before(resumed: Path) -> tuple[Path, float] | None:
+    """Return the best checkpoint up to the one that a run goes on from, and its held-out loss; None if none was measured.
+
+    By what the checkpoints say, not by the link alone: a kill between a save and its link left the link behind, and a run
+    may go on from a checkpoint that is older than the best.
+    """
+    last = read_state(resumed).step
+    found: dict[Path, float] = {}
+    for path in (resumed, resumed.parent / BEST, *list_checkpoints(resumed.parent)):
+        try:
+            state = read_state(path)
+        except DflashError:
+            continue  # Removed, or damaged: it can be nobody's best.
+        if state.held_out_loss is not None and state.step <= last:
+            found[path.resolve()] = state.held_out_loss
+    return min(found.items(), key=lambda each: each[1]) if found else None
 
 
 def rotate(output_dir: Path, keep: int) -> None:

@@ -38,8 +38,21 @@ class Saving:
         self.last: Path | None = Path(self.plan.resume) if self.plan.resume else None
         self.best_loss: float | None = None
         self.best: Path | None = None
-        if self.last is not None:
-            self.best_loss = checkpoint_files.read_state(self.last).best_held_out_loss
+        if self.last is not None and self.desk is not None and self.world.machine == 0:
+            self._take_over_best(self.last)
+
+    def _take_over_best(self, resumed: Path) -> None:
+        """Let this run's `best` begin where that of the resumed one stands. Raises DflashError when it cannot be linked."""
+        found = checkpoint_files.best_before(resumed)
+        if found is None:
+            return
+        output_dir = Path(self.plan.output_dir)
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            checkpoint_files.mark_best(output_dir, found[0])
+        except OSError as error:
+            raise _not_linked(output_dir, error) from error
+        self.best, self.best_loss = found
 
     def due(self, step: int) -> bool:
         """Whether a step ends with a checkpoint."""
@@ -106,14 +119,25 @@ class Saving:
         saved = checkpoint.save(
             output_dir, state, self.drafter, self.optimizer, dtype=self.config.dtype, progress=progress
         )
-        try:
-            if is_best:
+        if is_best:
+            try:
                 checkpoint_files.mark_best(output_dir, saved.path)
-                self.best_loss, self.best = measured, saved.path
+            except OSError as error:
+                raise _not_linked(output_dir, error) from error
+            self.best_loss, self.best = measured, saved.path
+        try:
             checkpoint_files.rotate(output_dir, self.config.keep_checkpoints)
         except OSError as error:
             raise DflashError("old checkpoints cannot be removed", cause=str(error)) from error
         return saved
+
+
+def _not_linked(output_dir: Path, error: OSError) -> DflashError:
+    return DflashError(
+        "the best checkpoint cannot be linked",
+        cause=str(error),
+        hint=f"{output_dir / checkpoint_files.BEST} must be a link or absent",
+    )
 
 
 def stop_request(plan: RunPlan) -> StopRequest | None:

@@ -130,8 +130,8 @@ def test_a_resumed_run_knows_how_good_the_best_was(overfit: Any, trained: Traine
     start = overfit.checkpoints[0]
     rest = trained(**OVERFIT, held_out_dir=held_out_dir, resume=str(start))
     assert measured(rest) == {step: each for step, each in measured(overfit).items() if step > read_state(start).step}
-    # None of its own is better: there is no best in its directory.
-    assert not (rest.layout.checkpoints / "best").exists()
+    # None of its own is better: what it began with stays the best.
+    assert (rest.layout.checkpoints / "best").resolve() == start.resolve()
     assert read_state(rest.checkpoints[-1]).best_held_out_loss == read_state(start).best_held_out_loss
 
 

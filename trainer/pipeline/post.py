@@ -145,9 +145,7 @@ def take_post(plan: RunPlan, world: World, telemetry: Telemetry, phases: PhaseLo
     )
 
 
-def _step_trace(
-    plan: RunPlan, clock: StageClock, telemetry: Telemetry, rank: int, device: torch.device
-) -> StepTrace:
+def _step_trace(plan: RunPlan, clock: StageClock, telemetry: Telemetry, rank: int, device: torch.device) -> StepTrace:
     count = plan.train_config().trace_steps
     path = plan.run.trace(rank)
     return StepTrace(path, clock, telemetry, rank=rank, first_step=plan.first_step, count=count, device=device)

@@ -63,6 +63,8 @@ class StepTrace:
         for micro_batch in batches:
             self.at(micro_batch.step)
             yield micro_batch
+        # Before the goodbye to the drafters, who take the message and then end.
+        self.close()
 
     def close(self) -> None:
         """Write the trace, if one is being taken, and say where it is. That it cannot be written ends nothing."""

@@ -77,8 +77,8 @@ def resolve_training(
     """
     if run is not None:
         base, base_origin = f"run {run.run_id}", why
-        # Which checkpoint that run itself began with is its own past.
-        values = {key: value for key, value in run.config.items() if key != "resume"}
+        # Which checkpoint that run itself began with is its own past, and a trace is asked for once.
+        values = {key: value for key, value in run.config.items() if key not in ("resume", "trace_steps")}
         folder = Path.cwd()
     else:
         path, base_origin = choose_file(settings, remembered, source)

@@ -37,6 +37,9 @@ class LaunchOptions:
     wait_gpus: Annotated[bool, typer.Option("--wait-gpus", help="Wait until the GPUs are free instead of failing.")] = (
         False
     )
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Trace a few steps of every rank, as --trace-steps 3 does.")
+    ] = False
     deploy: Annotated[
         bool, typer.Option("--deploy", help="Ship the source here first, as `dflashctl deploy` does.")
     ] = False
@@ -48,11 +51,14 @@ class LaunchOptions:
     def typed(self, training_flags: Mapping[str, str | None]) -> list[Typed]:
         """Return what the command line sets. Raises usage errors for all of it that can be judged without contact."""
         from dflashctl.launch import NAME_LENGTH, NOTE_LENGTH, check_label
-        from dflashctl.training import typed_values
+        from dflashctl.training import Typed, typed_values
+        from trainer.config import TRACE_STEPS
 
         check_label("--name", self.name or "", NAME_LENGTH)
         check_label("--note", self.note, NOTE_LENGTH)
-        return typed_values(training_flags, self.assignments or [])
+        traced = [Typed("trace_steps", TRACE_STEPS, "--trace")] if self.trace else []
+        # First: a number that is given beside it is what is meant.
+        return traced + typed_values(training_flags, self.assignments or [])
 
     def prepared(self, session: Session, training: Training, talk: Talk) -> Session:
         """Show the configuration and, with --deploy, ship first; else say when what is deployed is not the source here."""

@@ -69,11 +69,12 @@ def spec_of(**values):
 
 
 def test_a_resumed_run_begins_with_its_own_configuration_whatever_the_files_say(world):
-    resumed = spec_of(max_steps=40, lr=0.3, seed=5, resume="/old/step-00000003")
+    resumed = spec_of(max_steps=40, lr=0.3, seed=5, resume="/old/step-00000003", trace_steps=3)
     remembered = Destination(config=str(world.directory / "gone.toml"))
     training = world(remembered=remembered, resumed=resumed, flags={"seed": "9"}, assignments=["epochs=2"])
     config = training.config
     assert (config.max_steps, config.lr, config.seed, config.epochs, config.resume) == (40, 0.3, 9, 2, "")
+    assert config.trace_steps == 0
     assert training.base == "run 20260101-000000-abcdef"
     assert (training.origins["lr"], training.origins["seed"]) == (training.base, "--seed")
     assert world(host="h", resumed=spec_of(data_dir="/there")).config.data_dir == "/there"

@@ -83,6 +83,12 @@ def test_the_plan_and_the_flags_origin_are_shown_before_anything_is_launched(cli
     assert begun - plan < 26
 
 
+@pytest.mark.parametrize(("flags", "steps"), [(("--trace",), 3), (("--trace", "--trace-steps", "5"), 5)])
+def test_a_trace_is_asked_for_with_a_flag(cli, start, flags, steps):
+    assert start(*flags)["trace_steps"] == steps
+    assert start()["trace_steps"] == 0
+
+
 def test_a_configuration_that_cannot_be_is_refused_before_a_run_exists(cli, start):
     for arguments, words in (
         (("--target-gpus", "0,1", "--drafter-gpus", "1,2"), "disjoint"),

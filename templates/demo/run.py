@@ -26,6 +26,9 @@ from remote.protocol import events as ev
 TREE = Path(__file__).resolve().parents[2]
 BUILD = TREE / "build" / "demo"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+CPU_FACTS = Path("/proc/cpuinfo")
+# Of x86, as Linux names them.
+BF16_UNITS = {"amx_bf16", "avx512_bf16"}
 
 
 def run(*argv: str | Path, capture: bool = False) -> str:
@@ -61,6 +64,21 @@ class Trained:
 
     finished: ev.RunFinished
     checkpoint: Path
+
+
+def dtype_for(cpu_facts: str) -> tuple[str, str]:
+    """Return (dtype, why) for the CPU that /proc/cpuinfo describes: bfloat16 is fast only where there are units for it.
+
+    The head's product, 512 x 576 x 8903, took 6.3 ms in bfloat16 with AMX, and 182 ms on the same cores without
+    (ONEDNN_MAX_CPU_ISA=AVX512_CORE), where float32 took 38.
+    """
+    fields = dict(line.split(":", 1) for line in cpu_facts.splitlines() if ":" in line)
+    values = {name.strip(): value.strip() for name, value in fields.items()}
+    name = values.get("model name", "unnamed")
+    units = sorted(BF16_UNITS & set(values.get("flags", "").split()))
+    if units:
+        return "bfloat16", f"the CPU ({name}) has {', '.join(units)}"
+    return "float32", f"the CPU ({name}) has no bf16 units"
 
 
 def train(flags: list[str]) -> Trained:
@@ -141,7 +159,10 @@ def main(flags: list[str]) -> None:
     # What an earlier demo remembered must not decide what this one does.
     shutil.rmtree(BUILD / "home", ignore_errors=True)
     target = make_target()
-    trained = train(flags)
+    dtype, why = dtype_for(CPU_FACTS.read_text(encoding="utf-8"))
+    print(f"\ncomputing in {dtype}: {why}", flush=True)
+    # In front: a --dtype among `flags` wins.
+    trained = train(["--dtype", dtype, *flags])
     reports = evaluate(trained, target)
     figures = summary(trained, reports, target, time.monotonic() - began)
     (BUILD / "summary.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

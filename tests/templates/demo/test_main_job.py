@@ -40,7 +40,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_drafter_drafts(demo: Path) -> None:
     figures = json.loads((demo / "summary.json").read_text())
     assert figures["acceptance_untrained"] < 1.1
-    # Seen: 2.032 on two idle cores; the numbers do not depend on the load.
+    # Seen: 2.032 on two idle cores with AMX. The load changes no number; the CPU's kernels, and float32 without bf16 units, do.
     assert figures["acceptance_trained"] >= 2.0
     assert figures["loss_last"] < figures["loss_first"]
     assert figures["identical_count"] == figures["prompts"] == 16

@@ -97,8 +97,8 @@ class WarmLauncher:
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())
 
-    def start(self, config: TrainConfig, layout: RunLayout) -> Run:
-        """Prepare a run as the leader does and fork its ranks."""
+    def start(self, config: TrainConfig, layout: RunLayout, faults: dict[int, dict[str, Any]] | None = None) -> Run:
+        """Prepare a run as the leader does and fork its ranks, with faults in some of them."""
         from trainer.pipeline.leader import prepare
 
         layout.create()
@@ -108,6 +108,7 @@ class WarmLauncher:
             "plan": str(layout.path / "plan.json"),
             "ranks": plan.layout().ranks,
             "log": str(layout.train_log),
+            "faults": faults or {},
         }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -174,11 +175,11 @@ def warm_launcher() -> Iterator[WarmLauncher]:
 def start(
     warm_launcher: WarmLauncher, tiny_values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Run]:
-    """Return start(**keys): begin a run that differs from the tiny configuration in these keys."""
+    """Return start(**keys): begin a run that differs from the tiny configuration in these keys; `faults` by rank."""
 
-    def begin(**changes: Any) -> Run:
+    def begin(faults: dict[int, dict[str, Any]] | None = None, **changes: Any) -> Run:
         layout = RunLayout(tmp_path_factory.mktemp("run") / new_run_id())
-        return warm_launcher.start(TrainConfig.from_mapping(tiny_values | changes), layout)
+        return warm_launcher.start(TrainConfig.from_mapping(tiny_values | changes), layout, faults)
 
     return begin
 

@@ -1,6 +1,7 @@
 """Stands in for torch's launcher where a test is about the ranks: torch is imported once, and every rank is a fork.
 
-One JSON request a line on stdin, {"plan": path, "ranks": n, "log": path}; one answer a line on stdout, {"codes": [...]}.
+One JSON request a line on stdin, {"plan": path, "ranks": n, "log": path, "faults": {rank: fault}} (see faults.py); one answer
+a line on stdout, {"codes": [...]}.
 A rank that fails takes the others down, as the real launcher does it. Starting the real one costs 3 s of CPU a process.
 """
 
@@ -14,7 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-_GRACE_SECONDS = 10.0
+from faults import inject  # Beside this script.
+
+# TERM ends a rank at once, but one that is frozen.
+_GRACE_SECONDS = 1.0
 
 
 def main() -> None:
@@ -58,6 +62,8 @@ def fork_rank(work, request: dict, number: int, port: int) -> int:
                 "MASTER_PORT": str(port),
             }
         )
+        if fault := request["faults"].get(str(number)):
+            inject(fault)
         code = work()
     except BaseException:
         import traceback

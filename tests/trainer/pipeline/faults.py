@@ -1,0 +1,48 @@
+"""Faults put into one forked rank: at the n-th call of a function of the trainer it raises, hangs, is killed or is frozen.
+
+`{"what": "hang", "where": "trainer.pipeline.target_side:Producer.states", "call": 5}`
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class Injected(Exception):
+    """What a fault raises."""
+
+
+def _raise() -> None:
+    raise Injected("on purpose")
+
+
+_WHAT: dict[str, Callable[[], object]] = {
+    "raise": _raise,
+    "hang": lambda: threading.Event().wait(),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+
+
+def inject(fault: dict[str, Any]) -> None:
+    """Put the fault into this process."""
+    module, _, path = fault["where"].partition(":")
+    *outer, name = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for each in outer:
+        owner = getattr(owner, each)
+    function = getattr(owner, name)
+    calls = itertools.count(1)
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == fault.get("call", 1):
+            _WHAT[fault["what"]]()
+        return function(*args, **kwargs)
+
+    setattr(owner, name, faulty)

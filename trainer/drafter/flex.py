@@ -28,12 +28,18 @@ _MOST_SHAPES = 512
 
 
 @cache
-def compiled_kernel() -> Kernel:
-    """Return flex_attention, compiled anew for every shape it meets; `fullgraph` makes it raise where it cannot be."""
-    # Static shapes give the faster kernel, and buckets keep them few. One setting of this process, which compiles nothing else.
+def compiled_kernel(compiler: str = "inductor") -> Kernel:
+    """Return flex_attention, compiled anew for every shape it meets; `fullgraph` makes it raise where it cannot be.
+
+    It changes settings of the process, which compiles nothing else.
+    """
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _MOST_SHAPES
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    # The kernel runs inside DistributedDataParallel, where dynamo would cut graphs at the reducer's buckets; versions of it
+    # refuse flex_attention for that. There are no parameters in this graph, so nothing to cut for.
+    dynamo.optimize_ddp = False
+    # Static shapes give the faster kernel, and buckets keep them few.
+    return torch.compile(flex_attention, backend=compiler, dynamic=False, fullgraph=True)
 
 
 class FlexAttention:

@@ -9,12 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import distributed
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch.nn.parallel import DistributedDataParallel
 
 from trainer.drafter.attention import DenseAttention, KeysValues, dense_mask
 from trainer.drafter.blocks import pad_blocks
-from trainer.drafter.flex import KEY_BUCKET, FlexAttention
+from trainer.drafter.flex import KEY_BUCKET, FlexAttention, compiled_kernel
 from trainer.drafter.model import Drafter
 from trainer.drafter.step import drafter_forward
 
@@ -160,8 +163,9 @@ def test_masks_are_built_once_for_all_layers(config, row, blocks_of, written_ker
 def test_rows_of_one_bucket_are_compiled_once(row, blocks_of, bucket, rows, graphs):
     """Traced, not lowered: what dynamo calls another shape is what a GPU would compile for."""
     torch._dynamo.reset()
-    # A limit on shapes that is reached would be an error: fullgraph.
-    kernel = torch.compile(flex_attention, dynamic=False, fullgraph=True, backend="eager")
+    # The kernel of a ninth shape would be an error otherwise: fullgraph, and a limit of 8.
+    kernel = compiled_kernel("eager")
+    assert torch._dynamo.config.recompile_limit > 100
     before = counters["stats"]["unique_graphs"]
     for number in range(rows):
         packed = row([60 + number, 4], 3, seed=number)
@@ -169,6 +173,26 @@ def test_rows_of_one_bucket_are_compiled_once(row, blocks_of, bucket, rows, grap
         FlexAttention(blocks, kernel)(*rows_of(blocks, torch.float32), None)
     assert counters["stats"]["unique_graphs"] - before == graphs
     torch._dynamo.reset()
+
+
+def test_the_kernel_is_compiled_inside_ddp_as_outside(config, row, blocks_of, monkeypatch, tmp_path):
+    def cut(*_):
+        raise AssertionError("dynamo cut the graph for the reducer")
+
+    monkeypatch.setattr(DDPOptimizer, "compile_fn", cut)
+    drafter = mixed_drafter(config).float()
+    drafter.attention = lambda blocks: FlexAttention(blocks, compiled_kernel("eager"))
+    blocks = blocks_of(row([13, 21], 3))
+    embeds, states = torch.randn(blocks.positions.numel(), 32), torch.randn(37, 96)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        torch._dynamo.reset()
+        with torch.no_grad():
+            inside = DistributedDataParallel(drafter)(embeds, states, blocks)
+            torch.testing.assert_close(inside, drafter(embeds, states, blocks), rtol=0, atol=1e-6)
+    finally:
+        distributed.destroy_process_group()
+        torch._dynamo.reset()
 
 
 def test_a_padding_block_has_no_context_whatever_the_row_holds(row, blocks_of):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import distributed
 from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import TrainConfig
 from trainer.drafter.attention import KeysValues, dense_attention
@@ -153,6 +155,24 @@ def test_twenty_rows_compile_once_for_each_bucket_and_window(shape, row, blocks_
     assert len(shapes) == 3
     # A full and a sliding kernel for each.
     assert counters["stats"]["unique_graphs"] - before == 2 * len(shapes)
+
+
+def test_a_step_inside_ddp_is_the_step(shape, row, blocks_of, tmp_path):
+    torch.manual_seed(0)
+    drafter = Drafter(shape).cuda()
+    drafter.attention = FlexAttention
+    # A shape of its own, so that it is compiled inside DDP.
+    blocks = laid_out(row, blocks_of, num_anchors=20, bucket=7)
+    distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(drafter, device_ids=[0], gradient_as_bucket_view=True)
+        inside, gradients = step(model, blocks, torch.bfloat16)
+    finally:
+        distributed.destroy_process_group()
+    alone, others = step(drafter, blocks, torch.bfloat16)
+    assert apart(inside.loss_sum.detach(), alone.loss_sum.detach()) < 1e-3
+    for name, gradient in gradients.items():
+        assert apart(gradient, others[name.removeprefix("module.")]) < 1e-2, name
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 PATIENCE = 20.0
 
 # Operations whose result the host needs: on a GPU they wait until everything before them is done.
-_ASK_THE_DEVICE = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique", "item")
+ASK_THE_DEVICE = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique", "item")
 
 
 class Point:
@@ -127,7 +127,7 @@ class _Later(TorchDispatchMode):
         if alias or not any(device.owns(each) for each in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
-        if name in _ASK_THE_DEVICE or (name == "copy_" and not device.owns(args[0])):
+        if name in ASK_THE_DEVICE or (name == "copy_" and not device.owns(args[0])):
             device.waits.append(name)
             device.current.synchronize()
             return func(*args, **kwargs)

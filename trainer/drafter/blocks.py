@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from trainer.drafter.anchors import candidates, row_shares, sample_anchors
+from trainer.upload import upload
 
 # The document index of rows that are padding: of context rows, and of the blocks behind a row's own.
 PADDING = -1
@@ -74,12 +75,12 @@ class Blocks:
         """B, the number of rows of a block."""
         return self.input_ids.shape[1]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Blocks:
-        """Return the same blocks with every tensor on `device`."""
+    def to(self, device: torch.device | str) -> Blocks:
+        """Return the same blocks with every tensor on `device`; the host does not wait for it."""
         moved = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            moved[field.name] = value.to(device, non_blocking=non_blocking) if torch.is_tensor(value) else value
+            moved[field.name] = upload(value, device) if torch.is_tensor(value) else value
         return Blocks(**moved)
 
 

@@ -196,7 +196,7 @@ class DrafterSession:
     def backward(self, packed: PackedRow, *, last: bool) -> ObjectiveSums:
         """Run the drafter forward and backward on a row; gradients of the SUM accumulate. `last`: of this drafter's step."""
         with self.clock.stage("blocks"):
-            blocks = self._blocks(packed.row).to(self.device, non_blocking=True)
+            blocks = self._blocks(packed.row).to(self.device)
         together = isinstance(self._model, DistributedDataParallel) and not last
         with flex_failures(), self._model.no_sync() if together else contextlib.nullcontext():  # pyright: ignore
             with self.clock.stage("forward"), self._autocast():
@@ -346,7 +346,7 @@ class DrafterSession:
 
     def _held_out_sums(self, packed: PackedRow) -> ObjectiveSums:
         # Neither noise nor the run's objective nor its teacher: figures of different steps, and of other runs, must compare.
-        blocks = self._blocks(packed.row).to(self.device, non_blocking=True)
+        blocks = self._blocks(packed.row).to(self.device)
         states, _ = self._parted(packed.states)
         with flex_failures(), self._autocast():
             return drafter_forward(

@@ -18,6 +18,7 @@ from trainer.pipeline.reporting import ProfileTimer
 from trainer.pipeline.slots import is_verified
 from trainer.target.capture import Target
 from trainer.telemetry import StageClock
+from trainer.upload import upload
 
 
 class Producer:
@@ -54,7 +55,7 @@ class Producer:
         With `verify` the checksum that the states must have comes with them, made from the captured outputs themselves.
         """
         with self._clock.stage("target_forward"):
-            captured = self.target.capture(read.padded.to(self._device))
+            captured = self.target.capture(upload(read.padded, self._device))
         with self._clock.stage("pack"):
             # The captured outputs die with this frame, before the next forward (rule 11).
             tokens = len(read.row.input_ids)

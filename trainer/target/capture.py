@@ -8,8 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from trainer.target.facts import TargetFacts
+
+
+class _EmptyCache(DynamicCache):
+    """A cache that stays empty: transformers takes positions beside one for those of a single sequence."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
 
 
 class Target:
@@ -30,8 +40,14 @@ class Target:
         # token. transformers asks a mask's values on the host, three times a forward, which then waits for the GPU; and
         # attention without one takes the causal kernel, 8% of the demo's target forward.
         with self.capturing() as captured:
-            self.stack(input_ids=input_ids, attention_mask=None, use_cache=False)
+            self.stack(input_ids=input_ids, use_cache=False, **self._no_mask())
         return captured
+
+    def _no_mask(self) -> dict[str, Any]:
+        """Return what keeps a forward from looking for the bounds of packed sequences, which asks the device once more."""
+        if self.facts.hybrid:
+            return {"attention_mask": {"full_attention": None, "linear_attention": None}}
+        return {"attention_mask": None, "past_key_values": _EmptyCache()}
 
     @contextmanager
     def capturing(self) -> Iterator[list[torch.Tensor]]:

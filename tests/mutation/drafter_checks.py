@@ -96,22 +96,25 @@ def check_flex_mask() -> None:
             assert not seen[:, wanted.shape[1] :].any()
 
 
+def written_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_mask: Any, enable_gqa: bool
+) -> torch.Tensor:
+    """What flex_attention computes, f[1, heads, rows, width], its mask made whole: with a backward on a CPU, in any type."""
+    rows, columns = (torch.arange(each.shape[-2], device=q.device) for each in (q, k))
+    none = torch.zeros((), dtype=torch.int64, device=q.device)
+    mask = block_mask.mask_mod(none, none, rows[:, None], columns[None])
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
+
+
 def check_flex() -> None:
     """Keys and values meet the mask in its order: ours with the kernel written out equals dense attention."""
-
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_mask: Any, enable_gqa: bool) -> torch.Tensor:
-        rows, columns = (torch.arange(each.shape[-2]) for each in (q, k))
-        none = torch.zeros((), dtype=torch.int64)
-        mask = block_mask.mask_mod(none, none, rows[:, None], columns[None])
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
-
     made = pad_blocks(fixed_blocks(), 6)
     torch.manual_seed(3)
     queries, own = torch.randn(48, 4, 6, dtype=torch.float64), torch.randn(2, 48, 2, 6, dtype=torch.float64)
     context = attention.KeysValues(*torch.randn(2, TOKENS, 2, 6, dtype=torch.float64))
     for window in (None, 3):
         given = (queries, context, attention.KeysValues(*own), window)
-        got, wanted = flex.FlexAttention(made, kernel)(*given), attention.DenseAttention(made)(*given)
+        got, wanted = flex.FlexAttention(made, written_kernel)(*given), attention.DenseAttention(made)(*given)
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
 
 

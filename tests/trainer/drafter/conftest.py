@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask, create_mask
+from mutation.drafter_checks import written_kernel
 
 from trainer.drafter.blocks import Blocks, build_blocks
 from trainer.drafter.config import DrafterConfig, derive
@@ -90,20 +88,7 @@ def blocks_of() -> Callable[..., Blocks]:
     return tiny_blocks
 
 
-def materialised(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_mask: BlockMask, enable_gqa: bool
-) -> torch.Tensor:
-    """What flex_attention computes, f[1, heads, rows, width], with the mask made whole: it has a backward on a CPU, in any type."""
-    mask = create_mask(block_mask.mask_mod, 1, 1, q.shape[-2], k.shape[-2], str(q.device))
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
-
-
-@pytest.fixture(scope="session")
-def written_kernel() -> Callable[..., torch.Tensor]:
-    return materialised
-
-
 @pytest.fixture(scope="session")
 def written_flex() -> Callable[[Blocks], FlexAttention]:
     """FlexAttention in all but its kernel."""
-    return lambda blocks: FlexAttention(blocks, materialised)
+    return lambda blocks: FlexAttention(blocks, written_kernel)

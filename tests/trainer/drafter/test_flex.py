@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutation.drafter_checks import written_kernel
 from torch import distributed
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
@@ -144,7 +145,7 @@ def test_padding_blocks_change_no_sum_and_no_gradient(config, row, blocks_of, wr
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_masks_are_built_once_for_all_layers(config, row, blocks_of, written_kernel):
+def test_masks_are_built_once_for_all_layers(config, row, blocks_of):
     drafter = mixed_drafter(config)
     seen_masks: list[int] = []
 

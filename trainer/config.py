@@ -50,7 +50,7 @@ class TrainConfig:
     drafter_layers: int = _key(5, "decoder layers of the drafter", group="model", low=1, high=64)
     captured_layers: int = _key(5, "target layers whose output the drafter sees", group="model", low=1, high=32)
     target_layer_ids: tuple[int, ...] = _key((), "which target layers; empty: spread evenly", group="model", low=0)
-    attention: str = _key("mixed", "drafter attention: mixed is sliding in all layers but the last", group="model", choices=("full", "sliding", "mixed"))
+    attention: str = _key("mixed", "drafter attention: mixed is sliding in all layers but the last; vLLM 0.32 and the speculators layout take only full or sliding", group="model", choices=("full", "sliding", "mixed"))
     layer_types: tuple[str, ...] = _key((), "attention of each drafter layer by name, such as sliding,full,sliding; empty: what attention says", group="model", choices=("full", "sliding"))
     sliding_window: int = _key(2048, "window of sliding layers", group="model", unit="tokens", low=1)
     drafter_heads: int = _key(0, "query heads; 0: the target's", group="model", low=0)
@@ -185,6 +185,8 @@ def _rules(c: TrainConfig) -> list[tuple[bool, str, str, str]]:
          f"drafter_layers is {c.drafter_layers}", "name one kind for each layer, or none"),
         (c.attention_backend == "flex" and c.device == "cpu", "attention_backend",
          "flex_attention has no backward on a CPU", "leave it at auto, or set dense"),
+        (c.beta1 == 1, "beta1", "AdamW's mean of gradients would never move from 0", "0.9 is usual"),
+        (c.beta2 == 1, "beta2", "AdamW's mean of squares would never move from 0", "0.95 is usual"),
         (c.max_grad_norm == 0, "max_grad_norm", "every gradient would become zero", "use a large value to switch clipping off"),
     ]  # fmt: skip
 

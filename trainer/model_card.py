@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,14 +104,28 @@ class Card:
         state = self.state
         loss = "" if state.loss is None else f", loss {state.loss:.4f} in its last step"
         rows = [(key, _value(state.config[key])) for key in _RECIPE if key in state.config]
-        measure = f"python -m trainer evaluate --target-model {shlex.quote(self.target)} --drafter {shlex.quote(self.drafter)}"
         return [
             "## Training",
             f"Step {state.step} of {state.total_steps}{loss}. Data {state.data_fingerprint[:16]} (SHA-256 of its tokens).",
             _table(("setting", "value"), rows),
             "Figures of training are teacher-forced and flatter. Measure acceptance by decoding:",
-            _command(measure),
+            "\n".join(map(_command, measuring_lines(self.target, self.drafter, state.config))),
         ]
+
+
+def measuring_lines(target: str, drafter: str, trained_with: Mapping[str, Any]) -> list[str]:
+    """Return the commands that measure acceptance, on the device and in the type that the run had.
+
+    `evaluate` takes directories: what has a hub id is downloaded to a directory of that name first.
+    """
+    fetched = [name for name in (target, drafter) if _HUB_ID.fullmatch(name)]
+    lines = [f"hf download {name} --local-dir {name}" for name in fetched]
+    # `evaluate` by itself decodes on the CPU, in float32.
+    where = (
+        f" --device cuda --dtype {trained_with.get('dtype', 'bfloat16')}" if trained_with.get("device") != "cpu" else ""
+    )
+    measure = f"python -m trainer evaluate --target-model {shlex.quote(target)} --drafter {shlex.quote(drafter)}{where}"
+    return [*lines, measure]
 
 
 def vllm_line(config: DrafterConfig, target: str, drafter: str) -> str:

@@ -179,10 +179,13 @@ def check_start(config: TrainConfig, facts: TargetFacts, drafter: DrafterConfig)
                 continue
             if entry is None or entry.shape != shape:
                 found = "missing" if entry is None else list(entry.shape)
+                hint = "leave heads, head width and ffn at the target's, or turn init_from_target off"
+                if facts.hybrid:
+                    hint = "a hybrid's last layers are recurrent; init_from_target needs a plain target: turn it off"
                 raise preflight_error(
                     "the drafter cannot start from this target's layers",
                     cause=f"{name} is {list(shape)} in the drafter, {found} in the target's layer {layer}",
-                    hint="leave heads, head width and ffn at the target's, or turn init_from_target off",
+                    hint=hint,
                 )
 
 

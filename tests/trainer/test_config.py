@@ -172,6 +172,8 @@ def test_a_toml_boolean_is_on_or_off() -> None:
         ({"layer_types": ["full"] * 4}, "layer_types"),
         ({"attention_backend": "flex", "device": "cpu"}, "attention_backend"),
         ({"max_grad_norm": 0}, "max_grad_norm"),
+        ({"beta1": 1}, "beta1"),
+        ({"beta2": 1.0}, "beta2"),
     ],
 )
 def test_every_rule_between_keys_holds(values: dict[str, Any], key: str) -> None:
@@ -186,6 +188,16 @@ def test_identical_devices_are_shared_roles() -> None:
     config = TrainConfig.from_mapping({"target_gpus": [0, 1], "drafter_gpus": [0, 1]})
     assert config.shared_roles
     assert not TrainConfig().shared_roles
+
+
+def test_betas_that_pass_are_those_that_the_optimizer_takes() -> None:
+    import torch
+
+    for beta in (0.0, math.nextafter(1.0, 0.0)):
+        config = TrainConfig.from_mapping({"beta1": beta, "beta2": beta})
+        torch.optim.AdamW([torch.zeros(1)], betas=(config.beta1, config.beta2))
+    with pytest.raises(ValueError, match="beta"):
+        torch.optim.AdamW([torch.zeros(1)], betas=(1.0, 0.9))
 
 
 # ---- ways in

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from remote.protocol.errors import DflashError, ExitCode
 from remote.protocol.files import write_json
-from trainer import export
+from trainer import evaluate, export
 from trainer.checkpoint_files import STATE_FILE, TrainerState, read_state
 from trainer.config import TrainConfig
 from trainer.drafter.config import DrafterConfig, derive
@@ -311,6 +311,33 @@ def test_the_card_says_what_it_is_how_to_serve_it_and_how_it_was_trained(checkpo
     assert "| lr | 0.0003 |" in card
     assert "| reads the outputs of target layers | 1, 3, 5 of 8, counted from 0 |" in card
     assert "| layers | 2: 2 full |" in card
+
+
+def measuring(card):
+    """The lines of a card that measure, in order."""
+    return [line.strip() for line in card.splitlines() if line.startswith(("    hf ", "    python -m trainer"))]
+
+
+def test_the_measuring_lines_name_directories_and_the_device_of_the_run(checkpoint, tmp_path):
+    words = ["--checkpoint", checkpoint, "--output", tmp_path / "out", "--target-name", "Qwen/Qwen3-8B"]
+    assert run(*words, "--drafter-name", "me/Qwen3-8B") == 0
+    *fetched, line = measuring((tmp_path / "out" / "README.md").read_text())
+    # Two models of one name do not land in one directory.
+    assert fetched == [f"hf download {name} --local-dir {name}" for name in ("Qwen/Qwen3-8B", "me/Qwen3-8B")]
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    evaluate.add_arguments(parser)
+    given = parser.parse_args(shlex.split(line)[4:])
+    assert (str(given.target_model), list(map(str, given.drafter))) == ("Qwen/Qwen3-8B", ["me/Qwen3-8B"])
+    assert (given.device, given.dtype) == ("cuda", "bfloat16")
+
+
+def test_directories_are_measured_as_they_stand(checkpoint, tmp_path):
+    state = read_state(checkpoint)
+    write_json(checkpoint / STATE_FILE, replace(state, config=state.config | {"device": "cpu"}))
+    assert run("--checkpoint", checkpoint, "--output", tmp_path / "my out") == 0
+    (line,) = measuring((tmp_path / "my out" / "README.md").read_text())
+    expected = f"--target-model /models/Qwen3-8B --drafter '{tmp_path}/my out'"
+    assert line == f"python -m trainer evaluate {expected}"
 
 
 def test_names_default_to_the_directories_of_the_run(checkpoint, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -254,6 +255,37 @@ def test_whether_a_runs_next_checkpoint_could_be_resumed_from(values: Values, tm
     assert (done.returncode, "lr:" in done.stderr) == (ExitCode.PREFLIGHT, True), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("changes", "key"), [({"captured_layers": 9}, "captured_layers"), ({"drafter_heads": 3}, "drafter_heads")]
+)
+def test_a_hint_names_a_key_that_exists(values: Values, tmp_path: Path, changes: Values, key: str) -> None:
+    assert key in refused(values | changes, tmp_path).hint
+    assert key in {field.name for field in dataclasses.fields(TrainConfig)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers", "served"),
+    [
+        ({}, ["sliding", "full"], "SGLang; vLLM 0.32 refuses a mixture"),
+        ({"attention": "full"}, ["full", "full"], "SGLang, vLLM"),
+        ({"layer_types": ["sliding", "sliding"]}, ["sliding", "sliding"], "SGLang, vLLM"),
+    ],
+)
+def test_who_could_serve_it_is_said_before_it_is_trained(
+    values: Values, capsys: pytest.CaptureFixture[str], changes: Values, layers: list[str], served: str
+) -> None:
+    from trainer.__main__ import main
+
+    words = [f"--{key.replace('_', '-')}={text(value)}" for key, value in (values | changes).items()]
+    assert main(["preflight", "--json", *words]) == ExitCode.OK
+    found = json.loads(capsys.readouterr().out)
+    assert (found["layer_types"], found["served_by"]) == (layers, served)
+
+
+def text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def derive_of(config: TrainConfig) -> DrafterConfig:
     return drafter_config(config, target_facts(Path(config.target_model)))
 
@@ -285,6 +317,16 @@ def test_a_start_from_layers_that_do_not_fit_is_refused(
         check(values | changes | {"init_from_target": "on"}, tmp_path)
     assert caught.value.code == ExitCode.PREFLIGHT
     assert words in caught.value.cause
+
+
+def test_a_hybrid_gives_no_start_and_is_told_why(
+    values: Values, make_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    hybrid = {"target_model": str(make_target("Qwen3_5ForCausalLM", tie_word_embeddings=False)), "drafter_layers": 3}
+    check(values | hybrid, tmp_path)
+    error = refused(values | hybrid | {"init_from_target": "on"}, tmp_path)
+    assert "missing in the target's layer" in error.cause
+    assert error.hint == "a hybrid's last layers are recurrent; init_from_target needs a plain target: turn it off"
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])

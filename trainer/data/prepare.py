@@ -152,6 +152,12 @@ def _write(chat: ChatTokenizer, task: Task, directory: Path, processes: int, mos
 
 
 def _check(counts: Counts, held_out: float) -> None:
+    if counts.held_out and not counts.written:
+        raise preflight_error(
+            f"every conversation fell into the held-out share of {held_out:g}",
+            cause=f"{counts.held_out} were set aside, and none is left to train on",
+            hint="lower --held-out, or give more conversations: those with the same first prompt stay together",
+        )
     if not counts.supervised_tokens:
         raise preflight_error(
             "no supervised token in any document: there is nothing to train on",

@@ -153,7 +153,8 @@ def default_target_layer_ids(num_target_layers: int, count: int) -> tuple[int, .
     if count < 1 or len(set(ids)) != count or ids[0] < 0:
         raise preflight_error(
             f"cannot choose {count} different layers of a target with {num_target_layers}",
-            hint="lower num_target_layer_ids, or name target_layer_ids yourself",
+            cause=f"they are spread from layer 1 to layer {num_target_layers - 3}, each once",
+            hint="lower captured_layers, or name target_layer_ids yourself",
         )
     return ids
 
@@ -272,7 +273,8 @@ def _expand_layer_types(layer_types: str | Sequence[str], num_layers: int) -> tu
     if not isinstance(layer_types, str):
         return tuple(layer_types)
     if layer_types not in named:
-        raise preflight_error(f"unknown layer_types {layer_types!r}", hint=f"one of {', '.join(named)}, or a list")
+        hint = f"one of {', '.join(named)}, or name each layer's in layer_types"
+        raise preflight_error(f"unknown attention {layer_types!r}", hint=hint)
     return named[layer_types](num_layers)
 
 
@@ -290,7 +292,7 @@ def _check_sizes(config: DrafterConfig) -> None:
     if config.num_attention_heads % config.num_key_value_heads:
         raise _invalid(
             f"{config.num_attention_heads} heads cannot share {config.num_key_value_heads} key/value heads evenly",
-            "num_attention_heads must be a multiple of num_key_value_heads",
+            "drafter_heads must be a multiple of drafter_kv_heads (num_attention_heads, num_key_value_heads in a config.json)",
         )
     if config.block_size < 2:
         raise _invalid(f"block_size is {config.block_size}", "a block holds the anchor and at least one masked row")

@@ -185,6 +185,13 @@ def test_an_empty_held_out_part_is_an_error(tmp_path: Path, target_dir: Path, wr
     assert not (tmp_path / "set").exists()
 
 
+def test_a_held_out_part_that_takes_everything_is_an_error(tmp_path: Path, target_dir: Path, write_jsonl) -> None:
+    with pytest.raises(DflashError, match="every conversation fell into the held-out share") as caught:
+        run(target_dir, [write_jsonl(tmp_path / "a.jsonl", CHATS[:1])], tmp_path / "set", "--held-out", 1 - 1e-9)
+    assert "lower --held-out" in caught.value.hint
+    assert not (tmp_path / "set").exists()
+
+
 @pytest.mark.parametrize(("mixing", "large", "small"), [("shrink", 10, 30), ("repeat", 200, 600)])
 def test_sources_stand_in_proportion_to_their_weights(
     tmp_path: Path, target_dir: Path, write_jsonl, mixing: str, large: int, small: int

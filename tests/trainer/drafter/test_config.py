@@ -94,7 +94,7 @@ def test_what_cannot_be_trained_or_served_is_refused_with_its_cause(overrides, c
 
 
 def test_an_unknown_kind_of_layers_names_the_known_ones():
-    with pytest.raises(DflashError, match="unknown layer_types") as caught:
+    with pytest.raises(DflashError, match="unknown attention") as caught:
         qwen(layer_types="slide")
     assert "sliding" in caught.value.hint
 

@@ -2,52 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from races.in_process import shared_session
 from races.waits import HostWaits
 
-from remote.protocol import events as ev
-from remote.protocol.layout import RunLayout, new_run_id
-from trainer.config import TrainConfig
-from trainer.pipeline import leader, roles
-from trainer.pipeline.layout import Role
-from trainer.pipeline.post import take_post
-from trainer.pipeline.session import DrafterSession
-from trainer.pipeline.world import World
-from trainer.telemetry import PhaseLog
 from trainer.train import train
-
-
-class Deaf:
-    """Telemetry that nobody reads."""
-
-    def emit(self, event: ev.Event) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-@contextlib.contextmanager
-def shared_session(values: dict[str, Any], directory: Path) -> Iterator[DrafterSession]:
-    """Yield a rank that is target and drafter."""
-    layout = RunLayout(directory / new_run_id())
-    layout.create()
-    layout.run_lock.touch()
-    plan = leader.prepare(TrainConfig.from_mapping(values), layout)
-    world = World(rank=0, local_rank=0, machine=0, machines=1, drafters=None, drafter_count=1)
-    try:
-        with take_post(plan, world, Deaf(), PhaseLog(Deaf(), role=Role.SHARED, rank=0)) as post:
-            producer = roles.load_producer(post)
-            yield roles.make_session(post, producer, *roles.build_drafter(post))
-    finally:
-        plan.forget_names()
-
 
 EVERYTHING = {"noise_std": 0.1, "objective": "dpace", "kl_weight": 0.5, "loss_vocab_extra": 8, "split_fc": "on"}
 

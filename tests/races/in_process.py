@@ -1,0 +1,128 @@
+"""A run whose ranks are threads of this process, so that a test can look into it: a target and a drafter, or one of both."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remote.protocol import events as ev
+from remote.protocol.layout import RunLayout, new_run_id
+from trainer.config import TrainConfig
+from trainer.pipeline import leader, roles
+from trainer.pipeline.checksum import checksum
+from trainer.pipeline.layout import Role
+from trainer.pipeline.plan import RunPlan
+from trainer.pipeline.post import take_post
+from trainer.pipeline.ring import Ring, SlotHeader
+from trainer.pipeline.session import DrafterSession
+from trainer.pipeline.world import World
+from trainer.telemetry import PhaseLog
+
+PATIENCE = 110.0
+
+
+class Heard:
+    """Telemetry that is kept."""
+
+    def __init__(self) -> None:
+        self.events: list[ev.Event] = []
+
+    def emit(self, event: ev.Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        return
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart(World):
+    """A rank that waits for no others: it is in no process group."""
+
+    def barrier(self, stop_wanted: bool) -> bool:
+        return stop_wanted
+
+
+@contextlib.contextmanager
+def planned(values: dict[str, Any], directory: Path) -> Iterator[RunPlan]:
+    """Yield the plan of a run as the leader makes it."""
+    layout = RunLayout(directory / new_run_id())
+    layout.create()
+    layout.run_lock.touch()
+    plan = leader.prepare(TrainConfig.from_mapping(values), layout)
+    try:
+        yield plan
+    finally:
+        plan.forget_names()
+
+
+def rank_of(number: int) -> World:
+    return Apart(rank=number, local_rank=number, machine=0, machines=1, drafters=None, drafter_count=1)
+
+
+@contextlib.contextmanager
+def shared_session(values: dict[str, Any], directory: Path) -> Iterator[DrafterSession]:
+    """Yield the drafter's work of a rank that is target and drafter."""
+    heard = Heard()
+    with (
+        planned(values, directory) as plan,
+        take_post(plan, rank_of(0), heard, PhaseLog(heard, role=Role.SHARED, rank=0)) as post,
+    ):
+        producer = roles.load_producer(post)
+        yield roles.make_session(post, producer, *roles.build_drafter(post))
+
+
+def run_both(values: dict[str, Any], directory: Path) -> list[ev.Event]:
+    """Run a target and a drafter, each in a thread, to their end; returns the drafter's events. Raises what either raised."""
+    errors: list[BaseException] = []
+    heard = [Heard(), Heard()]
+
+    def work(plan: RunPlan, rank: int) -> None:
+        role = plan.layout().role(rank)
+        try:
+            with take_post(plan, rank_of(rank), heard[rank], PhaseLog(heard[rank], role=role, rank=rank)) as post:
+                (roles.run_target if role is Role.TARGET else roles.run_drafter)(post)
+        except BaseException as error:
+            errors.append(error)
+
+    with planned(values, directory) as plan:
+        threads = [threading.Thread(target=work, args=(plan, rank), daemon=True) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            # One that waits for the other's end when that has failed would wait for ever: what failed is what counts.
+            while thread.is_alive() and not errors:
+                thread.join(0.05)
+    if errors:
+        raise errors[0]
+    return heard[1].events
+
+
+Slots = dict[int, tuple[Any, ...]]
+"""By batch: checksum and finite flag of a slot's states, and its tokens."""
+
+
+def slots_of_a_run(values: dict[str, Any], directory: Path, patch: pytest.MonkeyPatch) -> Slots:
+    """Run both sides; returns what lay in each slot when its header was written."""
+    slots: Slots = {}
+    write = Ring.write_header
+
+    def record(ring: Ring, pair: int, slot: int, header: SlotHeader) -> None:
+        view = ring.view(pair, slot, header)
+        states = int(checksum(view.states)) % (1 << 64)
+        # The number that the target made from its layers' outputs is that of what lies in the slot.
+        assert states == header.checksum % (1 << 64), f"batch {header.batch}"
+        tokens = (view.input_ids, view.loss_mask, view.document_ids, view.position_ids)
+        slots[header.batch] = (states, header.finite, *(each.tolist() for each in tokens))
+        write(ring, pair, slot, header)
+
+    with patch.context() as patched:
+        patched.setattr(Ring, "write_header", record)
+        events = run_both(values, directory)
+    assert [each for each in events if isinstance(each, ev.AlarmRaised)] == []
+    return slots

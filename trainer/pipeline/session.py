@@ -301,7 +301,8 @@ class DrafterSession:
         """Save the batches of a refused step. What cannot be saved is an alarm; the run ends, or goes on, as it would have."""
         saved = None
         try:
-            saved = self._evidence.settle(figures)
+            with self.phases.within("saving"):  # with the drafter's weights
+                saved = self._evidence.settle(figures)
         except DflashError as failure:
             if self.desk is not None:
                 self.desk.reporter.alarm("bad_batch_lost", f"{failure.error}: {failure.cause}", figures.step)

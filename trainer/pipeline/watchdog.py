@@ -136,7 +136,7 @@ class Watchdog:
             self._end.set()
             self._thread.join()
             # torch's and the driver's own ends can hang, and the launcher waits for every rank.
-            faulthandler.dump_traceback_later(self._ward.stall_timeout, exit=True)
+            faulthandler.dump_traceback_later(self._ward.stall_timeout * _ELSEWHERE, exit=True)
 
     def _vitals(self, *, ended: bool = False) -> Vitals:
         phase = self._ward.phase()

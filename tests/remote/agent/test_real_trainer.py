@@ -27,18 +27,22 @@ def toy_files(tmp_path_factory):
 
 @pytest.fixture
 def training(far, toy_files):
-    """A far end on which the real trainer has trained its first step."""
+    return train(far, toy_files)
+
+
+def train(far, config):
+    """Return a far end on which the real trainer has trained its first step."""
     folder = REPOSITORY / "trainer"
     files = {path.relative_to(folder.parent).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
     assert far.deploy({**far.files(), **files}).result
-    spec = {"run_id": new_run_id(), "devices": ["cpu"], "config": toy_files}
+    spec = {"run_id": new_run_id(), "devices": ["cpu"], "config": config}
     status = far.call("start", spec=spec, python=sys.executable, limit=60).result["status"]
     assert (status["state"], status["topology"]) == ("running", "1 target / 1 drafter on cpu")
     return far
 
 
-def ended(far, wait_for) -> ExitRecord:
-    wait_for(lambda: not is_held(far.run.sup_lock), 30)
+def ended(far, wait_for, limit=30) -> ExitRecord:
+    wait_for(lambda: not is_held(far.run.sup_lock), limit)
     assert not is_held(far.run.run_lock)
     assert not carriers(far.run.run_id)
     return read_record(ExitRecord, far.run.exit)
@@ -51,6 +55,18 @@ def test_a_killed_rank_ends_the_run_as_failed_and_is_named(training, wait_for):
     record = ended(training, wait_for)
     assert (record.result, record.failed_rank) == ("failed", 1)
     assert "rank 1 (drafter) died without a word" in record.message
+
+
+@pytest.mark.long
+def test_a_frozen_rank_is_named_and_killed(far, toy_files, wait_for):
+    training = train(far, toy_files | {"stall_timeout": 3})
+    recorded_ranks(training.run)[0].send(signal.SIGSTOP)
+    # 3 s until it is found silent, 30 s until the launcher gives up on its TERM and sends KILL.
+    record = ended(training, wait_for, 90)
+    assert (record.result, record.failed_rank) == ("failed", 0)
+    assert record.message.startswith("target 0 (rank 0, cpu) gives no sign of life since ")
+    assert "drafter 0 (rank 1, cpu) waits for target 0 (rank 0)" in record.message
+    assert [alarm["kind"] for alarm in training.ok("status")["alarms"]] == ["stall"]
 
 
 @pytest.mark.long

@@ -73,9 +73,13 @@ class Run:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until a step was reported."""
+        self.wait_for(lambda: step in self.losses, f"no step {step}")
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until something is so; `what` says that it is not."""
         deadline = time.monotonic() + PATIENCE
-        while step not in self.losses:
-            assert time.monotonic() < deadline, self.log
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}\n{self.log}"
             time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""Faults put into one forked rank: at the n-th call of a function of the trainer it raises, hangs, is killed or is frozen.
+"""Faults put into one forked rank: at the n-th call of a function of the trainer it raises, pauses, hangs, is killed or is frozen.
 
 `{"what": "hang", "where": "trainer.pipeline.target_side:Producer.states", "call": 5}`
 """
@@ -10,6 +10,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ def _raise() -> None:
 
 _WHAT: dict[str, Callable[[], object]] = {
     "raise": _raise,
+    "pause": lambda: time.sleep(0.5),
     "hang": lambda: threading.Event().wait(),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),

@@ -129,6 +129,24 @@ def test_a_stop_before_the_end_of_warm_up_trains_nothing(
     assert not (Path("/dev/shm") / sockets.name).exists()
 
 
+@pytest.mark.parametrize(
+    ("rank", "where", "detail"), [(0, "load_target", "target "), (3, "fresh_drafter", "drafter on")]
+)
+def test_a_stop_while_a_rank_loads_waits_for_the_load_and_trains_nothing(
+    start: Start, finish: Callable[..., Any], rank: int, where: str, detail: str
+) -> None:
+    run = start(faults={rank: {"what": "pause", "where": f"trainer.pipeline.roles:{where}"}}, **TWO, checkpoint_every=1)
+    run.wait_for(
+        lambda: any(each.rank == rank and each.detail.startswith(detail) for each in run.events(ev.Phase)), "no load"
+    )
+    run.ask_to_stop()
+    finish(run)
+    assert run.codes == [0, 0, 0, 0], run.log
+    assert (run.finished.result, run.finished.step, run.finished.checkpoint) == ("stopped", 0, "")
+    assert "training" not in {phase.phase for phase in run.events(ev.Phase)}
+    assert run.checkpoints == []
+
+
 def test_targets_far_ahead_of_a_slow_drafter_end_with_it(start: Start, finish: Callable[..., Any]) -> None:
     # Three targets and one drafter: the rings are full, every publisher waits for a slot.
     run = start(target_gpus=[0, 1, 2], drafter_gpus=[3], **ENDLESS, drafter_layers=8)

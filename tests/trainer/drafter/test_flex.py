@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutation.drafter_checks import written_kernel
+from races.waits import HostWaits
 from torch import distributed
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
@@ -158,6 +159,15 @@ def test_masks_are_built_once_for_all_layers(config, row, blocks_of):
     assert len(seen_masks) == 3
     # Two sliding layers, one full.
     assert len(set(seen_masks)) == 2
+
+
+def test_no_mask_asks_the_device(row, blocks_of, written_flex):
+    blocks = blocks_of(row([13, 21], 3), bucket=5)
+    with HostWaits() as waits:
+        attention = written_flex(blocks)
+        for window in (None, 5):
+            attention.block_mask(window)
+    assert waits.found == []
 
 
 @pytest.mark.parametrize(("bucket", "rows", "graphs"), [(16, 20, 2), (0, 3, 3)])

@@ -45,7 +45,7 @@ class TrainConfig:
 
     # fmt: off
     target_model: str = _key("", "directory of the frozen target", group="model")
-    mask_token_id: int = _key(-1, "token that fills rows 1.. of a block; must lie inside the vocabulary", group="model", low=-1)
+    mask_token_id: int = _key(-1, "token that fills rows 1.. of a block; inside the vocabulary, and never a label of the data", group="model", low=-1)
     block_size: int = _key(16, "rows of a block, the anchor included", group="model", unit="tokens", low=2, high=64)
     drafter_layers: int = _key(5, "decoder layers of the drafter", group="model", low=1, high=64)
     captured_layers: int = _key(5, "target layers whose output the drafter sees", group="model", low=1, high=32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,6 +65,16 @@ def drafter_config(config: TrainConfig, facts: TargetFacts) -> DrafterConfig:
         intermediate_size=config.drafter_ffn or None,
         rope_theta=config.drafter_rope_theta or None,
     )
+
+
+def check_mask_token(token: int, data_dir: str, dataset: Dataset) -> None:
+    """Raise a preflight error when the mask token is a label: a drafter cannot tell that row 0 from the rows it has to fill."""
+    if labels := dataset.count_labels(token):
+        raise preflight_error(
+            f"mask_token_id {token} occurs in the data",
+            cause=f"{labels} labels of {data_dir} are this token",
+            hint="name a token that never occurs in text with --mask-token-id, an unused special one",
+        )
 
 
 def visible_gpus() -> int:
@@ -241,6 +252,9 @@ def preflight(config: TrainConfig, output_dir: Path | None, *, devices: bool = T
             lambda: open_dataset(Path(config.held_out_dir), max_length=config.max_length, vocab_size=vocabulary)
         )
     drafter = None if facts is None else wrong.note(lambda: drafter_config(config, facts))
+    for place, each in ((config.data_dir, dataset), (config.held_out_dir, held_out)):
+        if each is not None:
+            wrong.note(functools.partial(check_mask_token, config.mask_token_id, place, each))
     if facts is not None and drafter is not None:
         wrong.note(lambda: check_start(config, facts, drafter))
     if drafter is not None and output_dir is not None:

@@ -117,6 +117,19 @@ def test_the_mask_token_must_be_named(values: Values, tmp_path: Path) -> None:
     assert "--mask-token-id" in refused(values | {"mask_token_id": -1}, tmp_path, ExitCode.USAGE).hint
 
 
+@pytest.mark.parametrize("key", ["data_dir", "held_out_dir"])
+def test_a_mask_token_that_is_a_label_is_refused(values: Values, tmp_path: Path, key: str) -> None:
+    path = tmp_path / "data.jsonl"
+    rows = [{"input_ids": [3, 5, 6, 7, 8], "prompt_len": 2}, {"input_ids": [4, 5, 3, 7, 3], "prompt_len": 2}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    error = refused(values | {key: str(path)}, tmp_path)
+    assert error.error == "mask_token_id 3 occurs in the data"
+    # In a prompt it disturbs nothing: the drafter sees states there, not tokens.
+    assert error.cause == f"2 labels of {path} are this token"
+    check(values | {key: str(path), "mask_token_id": 4}, tmp_path)
+    check(values | {key: str(path), "mask_token_id": 2}, tmp_path)
+
+
 def test_a_good_configuration_is_described(values: Values, tmp_path: Path) -> None:
     found = check(values, tmp_path / "not" / "yet" / "there")
     assert len(found.dataset) == 20

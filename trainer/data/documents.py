@@ -93,9 +93,7 @@ class Dataset:
         """Return the sorted distinct token ids of all documents, int64[m]."""
         seen = np.zeros(0, dtype=bool)
         for number, chunk in enumerate(self._chunks):
-            mine = self._chunk_of == number
-            used = np.zeros(len(chunk), np.int64)  # tokens of each document that count: none of those dropped
-            used[self._row_of[mine]] = self.lengths[mine]
+            used = self._used(number, chunk)
             for first, last in pieces(chunk):
                 start, end, lengths = chunk.offsets[first], chunk.offsets[last], chunk.lengths[first:last]
                 limits = np.repeat(chunk.offsets[first:last] + used[first:last], lengths)
@@ -104,6 +102,29 @@ class Dataset:
                     seen = np.concatenate([seen, np.zeros(int(ids.max()) + 1 - len(seen), dtype=bool)])
                 seen[ids] = True
         return np.flatnonzero(seen).astype(np.int64)
+
+    def count_labels(self, token: int) -> int:
+        """Return how many labels of all documents are this token."""
+        count = 0
+        for number, chunk in enumerate(self._chunks):
+            used = self._used(number, chunk)
+            for first, last in pieces(chunk):
+                start, end = int(chunk.offsets[first]), int(chunk.offsets[last])
+                found = np.flatnonzero(chunk.ids[start:end] == token)
+                # A token that no text contains is found nowhere: one comparison a token, 2% of what opening took.
+                if not len(found):
+                    continue
+                found = found[chunk.flat_loss_mask(first, last)[found] == 1] + start
+                rows = np.searchsorted(chunk.offsets, found, side="right") - 1
+                count += int((found < chunk.offsets[rows] + used[rows]).sum())
+        return count
+
+    def _used(self, number: int, chunk: Chunk) -> NDArray[np.int64]:
+        """Return int64[n], the tokens of each document of a chunk that count: none of those that were dropped."""
+        mine = self._chunk_of == number
+        used = np.zeros(len(chunk), np.int64)
+        used[self._row_of[mine]] = self.lengths[mine]
+        return used
 
 
 def open_dataset(path: Path | str, *, max_length: int, vocab_size: int | None = None) -> Dataset:

@@ -122,6 +122,32 @@ def test_token_ids_seen_are_those_of_all_documents_one_by_one(
         assert dataset.token_ids_seen().tolist() == sorted(wanted)
 
 
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=9), min_size=1),
+    st.integers(3, 9),
+    st.sampled_from(["loss_mask", "labels", "prompt_len"]),
+)
+def test_labels_are_counted_as_all_documents_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[tuple[int, bool]]], longest: int, form: str
+) -> None:
+    path = tmp_path_factory.mktemp("labels") / "a.jsonl"
+    said = {
+        "loss_mask": lambda d: [int(on) for _, on in d],
+        "labels": lambda d: [token if on else -100 for token, on in d],
+        "prompt_len": lambda d: sum(not on for _, on in d),
+    }[form]
+    kept = [(5, True)] * 3
+    rows = [{"input_ids": [token for token, _ in d], form: said(d)} for d in [*documents, kept]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan, "_PIECE_TOKENS", 10)
+        dataset = open_dataset(path, max_length=longest)
+        every = [dataset.document(i) for i in range(len(dataset))]
+        for token in range(4):
+            wanted = sum(int(((each.input_ids == token) & (each.loss_mask == 1)).sum()) for each in every)
+            assert dataset.count_labels(token) == wanted
+
+
 def test_a_set_without_supervised_tokens_is_refused_with_counts(tmp_path: Path, write_jsonl) -> None:
     rows = [{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}] * 3
     error = rejected(write_jsonl(tmp_path / "a.jsonl", rows))

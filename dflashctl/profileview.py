@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dflashctl.views import size
+
 Fields = Mapping[str, Any]
 """A profile's fields, as a log line gives them: numbers, or words where they are not finite."""
 
@@ -55,7 +57,7 @@ def _summary(profile: Fields, columns: int) -> list[str]:
         f"{_number(profile[f'{side}tokens_per_second']):,.0f}" for side in ("", "target_", "drafter_")
     )
     waits = [f"{_number(profile[f'{side}_wait']):.0%}" for side in ("target", "drafter")]
-    used, room = (_number(profile[name]) / _GIB for name in ("ring_bytes", "ring_capacity"))
+    used, room = (_number(profile[name]) for name in ("ring_bytes", "ring_capacity"))
     limits = _LIMITS.get(profile["limits"], "unknown")
     first = (
         f"{_number(profile['interval']):.0f} s at {rate} tok/s, {limits}: targets wait {waits[0]}, drafters {waits[1]}"
@@ -63,7 +65,7 @@ def _summary(profile: Fields, columns: int) -> list[str]:
     alone = f"without waiting: targets {targets}, drafters {drafters} tok/s"
     more = f"padding {_number(profile['padding']):.1%}"
     if room:
-        more += f"; ring {used:.1f} of {room:.1f} GiB"
+        more += f"; ring {size(used)} of {size(room)}"
     both = f"{alone}; {more}"
     return [first, both] if len(both) <= columns else [first, alone, more]
 

@@ -206,7 +206,8 @@ class StageClock:
         self.pulse = Pulse()
         """Told of every stage that begins: what the rank's watchdog goes by."""
         self.current = ""
-        """The stage that the rank is in, empty outside of all; one that failed stays."""
+        """The stage that the rank is in, empty outside of all; one that failed stays until the next."""
+        self._around: list[str] = []
         self._segments: deque[_Segment] = deque()
         self.begin()
 
@@ -226,12 +227,15 @@ class StageClock:
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Count the time of the block under `name`; that of a stage inside it under the inner one's."""
-        outer = self.current
-        self.turn_to(name)
-        with self.annotate(name):
-            yield
+        self._around.append(name)
+        try:
+            self.turn_to(name)
+            with self.annotate(name):
+                yield
+        finally:
+            self._around.pop()
         # Not after a failure: on a GPU that is out of order taking the time would fail as well, and hide the cause.
-        self.turn_to(outer)
+        self.turn_to(self._around[-1] if self._around else "")
 
     def turn_to(self, name: str) -> None:
         """Count under `name` from now on. A stage turns back to the one around it at its own end."""

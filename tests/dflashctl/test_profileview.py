@@ -59,7 +59,7 @@ def test_seconds_and_shares_of_one_and_one() -> None:
     lines = profile_lines(pipeline(), [target(0), drafter(1)], 60)
     assert lines[0] == "60 s at 14,512 tok/s, targets limit: targets wait 3%, drafters 31%"
     assert lines[1] == "without waiting: targets 14,870, drafters 21,030 tok/s"
-    assert lines[2] == "padding 1.9%; ring 0.5 of 4.0 GiB"
+    assert lines[2] == "padding 1.9%; ring 512.0 MiB of 4.0 GiB"
     assert cells(lines, "target cuda:0") == ["s", "%"]
     assert cells(lines, "wait for input") == ["0.6", "1.0"]
     assert cells(lines, "wait to publish") == ["3.0", "5.0"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,9 +76,11 @@ class StepTrace:
         self._clock.annotate = contextlib.nullcontext
         # None is begun again, whatever comes.
         last, self._end = min(self._last, self._end - 1), self._first
-        running.stop()
         try:
-            self._write(running)
+            # A stage of its own: 190,000 operations take 4 s, in which the peers wait.
+            with self._clock.stage("trace"):
+                running.stop()
+                self._write(running)
         except (OSError, RuntimeError) as error:
             self._say("warning", f"the trace of rank {self._rank} cannot be written to {self._path}: {error}")
         else:
@@ -84,10 +88,17 @@ class StepTrace:
 
     def _write(self, traced: profile) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Compressed because of its ending; renamed, so that a file with the final name is whole.
-        partial = self._path.with_name(f".{self._path.name}")
-        traced.export_chrome_trace(str(partial))
-        partial.rename(self._path)
+        plain, partial = (self._path.with_name(f".rank-{self._rank}.json{ending}") for ending in ("", ".gz"))
+        try:
+            traced.export_chrome_trace(str(plain))
+            # Lightly: torch's own compression takes ten times as long, and saves a quarter.
+            with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as into:
+                shutil.copyfileobj(source, into)
+            # Renamed, so that a file with the final name is whole.
+            partial.rename(self._path)
+        finally:
+            for leftover in (plain, partial):
+                leftover.unlink(missing_ok=True)
 
     def _say(self, level: str, text: str) -> None:
         self._telemetry.emit(ev.Message(time=time.time(), rank=self._rank, level=level, text=text))

@@ -180,6 +180,29 @@ def test_a_stage_that_fails_is_counted_and_stays_the_one_that_the_rank_is_in() -
     with pytest.raises(RuntimeError, match="illegal"), clock.stage("backward"):
         fail()
     assert clock.current == "backward"
+
+
+def test_a_failure_that_is_survived_costs_no_later_time() -> None:
+    device = Device()
+    clock = StageClock(device)
+
+    def fail() -> None:
+        device.host += 1
+        raise OSError("the disk is full")
+
+    with clock.stage("held_out"):
+        with pytest.raises(OSError), clock.stage("checkpoint"):
+            fail()
+        with clock.stage("forward"):
+            device.host += 2
+        device.host += 4
+    device.host += 8
+    profile = read(clock)
+    assert profile.stages == {"checkpoint": 1.0, "forward": 2.0, "held_out": 4.0}
+    assert profile.interval == 15
+
+
+def test_a_failure_is_counted_too() -> None:
     clock = StageClock()
     with pytest.raises(RuntimeError), clock.stage("forward"):
         raise RuntimeError

@@ -117,6 +117,23 @@ def test_a_trace_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     assert "rank-5.json.gz" in sink.events[0].text
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_on_a_gpu_its_kernels_are_in_the_trace(tmp_path: Path) -> None:
+    device = torch.device("cuda:0")
+    torch.cuda.set_device(device)
+    clock, sink, path = StageClock(), Sink(), tmp_path / "rank-0.json.gz"
+    steps = StepTrace(path, clock, sink, rank=0, first_step=1, count=1, device=device)
+    ones = torch.ones(512, 512, device=device)
+    for step in range(1, 5):
+        steps.at(step)
+        with clock.stage("forward"):
+            ones @ ones
+    assert names(path) == ["forward"]
+    assert "kernel" in {each.get("cat") for each in read(path)}
+    assert [each.level for each in sink.events] == ["info"]
+
+
 # ---- the whole pipeline
 
 

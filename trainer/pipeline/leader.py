@@ -20,6 +20,7 @@ from remote.protocol.files import read_json, write_durably
 from remote.protocol.layout import RunLayout, new_run_id
 from trainer import checkpoint_files
 from trainer.config import TrainConfig
+from trainer.pipeline.caches import cache_environment
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.membership import file_error, hold_run_lock
 from trainer.pipeline.plan import PLAN_VARIABLE, RunPlan
@@ -209,8 +210,13 @@ def launcher_argv(layout: Layout, log_dir: Path) -> list[str]:
 def launch(layout: Layout, plan: Path, config: TrainConfig) -> NoReturn:
     """Become the launcher."""
     threads = config.threads or max(1, len(os.sched_getaffinity(0)) // layout.ranks)
+    # On a CPU nothing is compiled or tuned.
+    caches, warning = cache_environment(plan.parent, os.environ) if config.device == "cuda" else ({}, "")
+    if warning:
+        print(warning, file=sys.stderr, flush=True)
     environment = {
         **os.environ,
+        **caches,
         PLAN_VARIABLE: str(plan),
         "OMP_NUM_THREADS": str(threads),
         # Freed memory of one shape must serve another: fragmentation was one of the story's out-of-memory failures.

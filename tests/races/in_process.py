@@ -1,11 +1,11 @@
-"""A run whose ranks are threads of this process, so that a test can look into it: a target and a drafter, or one of both."""
+"""A run whose ranks are in this process, so that a test can look into it: a target and a drafter, or one of both."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from remote.protocol import events as ev
 from remote.protocol.layout import RunLayout, new_run_id
 from trainer.config import TrainConfig
 from trainer.pipeline import leader, roles
+from trainer.pipeline.channel import PeerDied
 from trainer.pipeline.checksum import checksum
 from trainer.pipeline.layout import Role
 from trainer.pipeline.plan import RunPlan
@@ -23,8 +24,6 @@ from trainer.pipeline.ring import Ring, SlotHeader
 from trainer.pipeline.session import DrafterSession
 from trainer.pipeline.world import World
 from trainer.telemetry import PhaseLog
-
-PATIENCE = 110.0
 
 
 class Heard:
@@ -78,29 +77,43 @@ def shared_session(values: dict[str, Any], directory: Path) -> Iterator[DrafterS
 
 
 def run_both(values: dict[str, Any], directory: Path) -> list[ev.Event]:
-    """Run a target and a drafter, each in a thread, to their end; returns the drafter's events. Raises what either raised."""
+    """Run a drafter here and its target in a thread, to their end; returns the drafter's events. Raises what either raised."""
     errors: list[BaseException] = []
     heard = [Heard(), Heard()]
 
-    def work(plan: RunPlan, rank: int) -> None:
-        role = plan.layout().role(rank)
-        try:
-            with take_post(plan, rank_of(rank), heard[rank], PhaseLog(heard[rank], role=role, rank=rank)) as post:
-                (roles.run_target if role is Role.TARGET else roles.run_drafter)(post)
-        except BaseException as error:
-            errors.append(error)
+    def produce(plan: RunPlan) -> None:
+        with take_post(plan, rank_of(0), heard[0], PhaseLog(heard[0], role=Role.TARGET, rank=0)) as post:
+            assert post.joint is not None
+            try:
+                roles.run_target(post)
+            except BaseException as error:
+                errors.append(error)
+                for channel in post.joint.channels.values():
+                    channel.close()
 
     with planned(values, directory) as plan:
-        threads = [threading.Thread(target=work, args=(plan, rank), daemon=True) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            # One that waits for the other's end when that has failed would wait for ever: what failed is what counts.
-            while thread.is_alive() and not errors:
-                thread.join(0.05)
+        target = threading.Thread(target=produce, args=(plan,), daemon=True)
+        target.start()
+        try:
+            with take_post(plan, rank_of(1), heard[1], PhaseLog(heard[1], role=Role.DRAFTER, rank=1)) as post:
+                roles.run_drafter(post)
+        except PeerDied:
+            raise errors[0] from None
+        target.join()
     if errors:
         raise errors[0]
     return heard[1].events
+
+
+def between_steps(patch: pytest.MonkeyPatch, hook: Callable[[int], None]) -> None:
+    """Call `hook` in the drafter's thread with the number of each step before it begins."""
+    begin = DrafterSession.begin_step
+
+    def begin_step(session: DrafterSession, step: int) -> Any:
+        hook(step)
+        return begin(session, step)
+
+    patch.setattr(DrafterSession, "begin_step", begin_step)
 
 
 Slots = dict[int, tuple[Any, ...]]

@@ -156,6 +156,15 @@ class TrainConfig:
         config.validate()
         return config
 
+    @classmethod
+    def from_record(cls, values: Mapping[str, Any], origin: str) -> TrainConfig:
+        """Build a configuration that a run wrote down, perhaps of a newer version: keys that are not known here are left out.
+
+        Raises a usage error for a value that is not possible.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls.from_mapping({key: value for key, value in values.items() if key in known}, origin)
+
     def validate(self) -> None:
         """Check the rules between keys. Raises a usage error for the first that is broken."""
         for broken, key, cause, hint in _rules(self):

@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     state, config = load_checkpoint(arguments.checkpoint)
     trainer_state = read_state(arguments.checkpoint) if (arguments.checkpoint / STATE_FILE).is_file() else None
     if arguments.untrained:
-        trained_with = TrainConfig.from_mapping(read_state(arguments.checkpoint).config, "the checkpoint")
+        trained_with = TrainConfig.from_record(read_state(arguments.checkpoint).config, "the checkpoint")
         state = fresh_drafter(trained_with).state_dict()
     target = arguments.target_name or str(trainer_state.config.get("target_model", "") if trainer_state else "")
     if not target:

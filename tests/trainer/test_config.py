@@ -91,6 +91,13 @@ def test_relative_paths_lead_from_the_current_directory(tmp_path: Path, monkeypa
     assert all(isinstance(getattr(config, key), str) for key in PATH_KEYS)
 
 
+def test_a_record_of_a_newer_version_opens_and_its_values_are_still_judged() -> None:
+    values = TrainConfig(lr=0.5).to_dict() | {"invented_later": {"a": 1}}
+    assert TrainConfig.from_record(values, "a checkpoint") == TrainConfig(lr=0.5)
+    with pytest.raises(DflashError, match="lr = -1 is not possible"):
+        TrainConfig.from_record(values | {"lr": -1}, "a checkpoint")
+
+
 # ---- what is refused
 
 

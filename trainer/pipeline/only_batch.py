@@ -94,8 +94,7 @@ def _session(bad: BadBatch, changes: Mapping[str, Any], scratch: Path) -> Iterat
     """Yield target and drafter of a run of one rank whose data set is the batch."""
     documents = scratch / "documents.jsonl"
     documents.write_text("".join(json.dumps(each) + "\n" for each in _documents(bad.row)), encoding="ascii")
-    known = {field.name for field in dataclasses.fields(TrainConfig)}
-    values = {key: value for key, value in bad.config.items() if key in known} | dict(changes)
+    values = bad.config | dict(changes)
     device = values["target_gpus"][:1]
     values |= {
         "target_gpus": device,
@@ -107,7 +106,7 @@ def _session(bad: BadBatch, changes: Mapping[str, Any], scratch: Path) -> Iterat
     }
     layout = RunLayout(scratch / new_run_id())
     layout.create()
-    plan = leader.prepare(TrainConfig.from_mapping(values, "the batch's configuration"), layout, saves=False)
+    plan = leader.prepare(TrainConfig.from_record(values, "the batch's configuration"), layout, saves=False)
     try:
         world = World(rank=0, local_rank=0, machine=0, machines=1, drafters=None, drafter_count=1)
         with take_post(plan, world, _Nobody(), PhaseLog(_Nobody(), role=Role.SHARED, rank=0)) as post:

@@ -109,6 +109,10 @@ class Reporter:
                 seconds=seconds,
             )
         )
+        # The step's own guard looks at training documents alone; such a checkpoint is saved, and is never the best.
+        if not math.isfinite(figures.loss):
+            what = f"the loss on held-out documents behind step {step} is {figures.loss}"
+            self.alarm("held_out_non_finite", f"{what}: this checkpoint cannot be compared with others", step)
 
     def alarm(self, kind: str, message: str, step: int) -> None:
         self._telemetry.emit(ev.AlarmRaised(time=time.time(), rank=self._rank, alarm=kind, message=message, step=step))

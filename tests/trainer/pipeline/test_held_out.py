@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ from trainer.drafter.blocks import build_blocks
 from trainer.drafter.config import gamma_for
 from trainer.drafter.fresh import fresh_drafter
 from trainer.drafter.step import drafter_forward
+from trainer.pipeline.held_out import HeldOutFigures
+from trainer.pipeline.layout import Layout
+from trainer.pipeline.reporting import Reporter
 from trainer.preflight import drafter_config
 from trainer.target.ends import load_ends
 from trainer.target.facts import target_facts
@@ -149,6 +153,36 @@ def test_held_out_documents_that_are_missing_are_found_before_the_launch(start: 
         start(held_out_dir="/nowhere")
     assert caught.value.code is ExitCode.PREFLIGHT
     assert "/nowhere" in caught.value.error
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 2.5])
+def test_a_loss_that_is_no_number_is_an_alarm(loss: float) -> None:
+    seen: list[ev.Event] = []
+    telemetry = SimpleNamespace(emit=seen.append, close=lambda: None)
+    reporter = Reporter(telemetry, Layout.of(TrainConfig()), rank=1, total_steps=9, first_step=1)
+    reporter.measured(4, HeldOutFigures(loss, 0.1, 1.0), 0.5)
+    alarms = [event for event in seen if isinstance(event, ev.AlarmRaised)]
+    assert len(alarms) == (not math.isfinite(loss))
+    for alarm in alarms:
+        assert (alarm.alarm, alarm.step) == ("held_out_non_finite", 4)
+        assert f"behind step 4 is {loss}" in alarm.message
+
+
+def test_a_run_whose_target_is_sick_on_held_out_documents_says_so(
+    trained: Trained, poisoned: dict[str, str], held_out_dir: str, tmp_path: Path, data_file: Path
+) -> None:
+    """The training documents lack the token whose embedding is NaN; a held-out one has it."""
+    sound = data_file.read_text().replace(" 47,", " 46,").replace("[47,", "[46,").replace(" 47]", " 46]")
+    (tmp_path / "data.jsonl").write_text(sound)
+    held_out = Path(held_out_dir).read_text().splitlines()
+    held_out[0] = json.dumps({"input_ids": [47, *range(4, 20)], "prompt_len": 3})
+    (tmp_path / "held_out.jsonl").write_text("\n".join(held_out))
+    places = {"data_dir": str(tmp_path / "data.jsonl"), "held_out_dir": str(tmp_path / "held_out.jsonl")}
+    run = trained(target_model=poisoned["target_model"], **places)
+    (alarm,) = run.events(ev.AlarmRaised)
+    assert (alarm.alarm, alarm.step) == ("held_out_non_finite", max(run.losses))
+    assert read_state(run.checkpoints[-1]).held_out_loss is None
+    assert not (run.layout.checkpoints / "best").exists()
 
 
 def test_a_stop_between_measurements_ends_every_rank(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from remote.protocol.errors import ExitCode
 from trainer import __main__ as entry
-from trainer.checkpoint_files import read_state
+from trainer.checkpoint_files import STATE_FILE, read_state
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,17 @@ def test_the_untrained_drafter_is_exported_from_another_directory(run: Any, pois
     verifier = json.loads(Path("out/config.json").read_text())["speculators_config"]["verifier"]
     assert Path(verifier["name_or_path"]).samefile(poisoned["target_model"])
     assert verifier["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_keys_of_a_newer_version_do_not_keep_a_checkpoint_from_its_export(run: Any) -> None:
+    newer = Path(shutil.copytree(run.checkpoints[-1], "newer"))
+    state = json.loads((newer / STATE_FILE).read_text())
+    state["config"]["invented_later"] = 3
+    (newer / STATE_FILE).write_text(json.dumps(state))
+    words = ["--untrained", "--dtype", "float32"]
+    for checkpoint, output in ((run.checkpoints[-1], "old"), (newer, "new")):
+        assert entry.main(["export", "--checkpoint", str(checkpoint), "--output", output, *words]) == ExitCode.OK
+    assert Path("new/model.safetensors").read_bytes() == Path("old/model.safetensors").read_bytes()
 
 
 def test_a_saved_batch_is_run_in_another_directory(run: Any, capsys: pytest.CaptureFixture[str]) -> None:

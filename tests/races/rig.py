@@ -248,6 +248,22 @@ RACES = {
         ),
         "producer",
     ),
+    "published before the copy out is done": Race(
+        2,
+        (
+            _mutant(
+                Publisher.publish,
+                '        done.wait_host()\n        self._clock.copied("copy_out", copied.seconds())\n',
+                "",
+            ),
+        ),
+        "copy out",
+    ),
+    "a row used before its copy in is done": Race(
+        2,
+        (_mutant(Fetcher.fetch, f"{_VERIFY}{_COPIED}{_GIVE_BACK}", _GIVE_BACK),),
+        "copy in",
+    ),
     "the mark taken inside the copy stream": Race(
         3,
         (

@@ -18,6 +18,7 @@ from remote.protocol.errors import DflashError, preflight_error
 from remote.protocol.files import fsync_directory
 from remote.protocol.records import read_record
 from trainer.config import TrainConfig
+from trainer.target.fingerprint import same_target
 
 STATE_FILE = "trainer_state.json"
 DRAFTER_FILE = "drafter.safetensors"
@@ -143,7 +144,7 @@ def check_resumable(
     if state.held_out_fingerprint != held_out:
         differences.append("the held-out data is another set")
     # Checkpoints of before the fingerprint have none.
-    if state.target_fingerprint not in ("", target):
+    if not same_target(state.target_fingerprint, target):
         differences.append("the target is another model")
     if differences:
         raise preflight_error(

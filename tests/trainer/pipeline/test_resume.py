@@ -71,7 +71,7 @@ def test_another_target_of_the_same_shape_is_refused(
 ) -> None:
     keys = EVERYTHING | KINDS["bfloat16, 1+1"]
     checkpoint = step_directory(trained(**keys).layout.checkpoints, 4)
-    assert len(json.loads((checkpoint / STATE_FILE).read_text())["target_fingerprint"]) == 64
+    assert len(json.loads((checkpoint / STATE_FILE).read_text())["target_fingerprint"]) == 128
     with pytest.raises(DflashError, match="belongs to another configuration") as caught:
         start(**keys | {"target_model": str(make_target(seed=1))}, resume=str(checkpoint))
     assert caught.value.code is ExitCode.PREFLIGHT

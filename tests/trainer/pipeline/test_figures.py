@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from trainer.drafter.objective import ObjectiveSums
 from trainer.optimizer import StepOutcome
 from trainer.pipeline.copier import HostCopier, Mark
 from trainer.pipeline.figures import DeferredFigures, StepFigures, StepSums
+from trainer.pipeline.gpu_facts import GpuFacts
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.packed import COPY, STATES, PackedRow, RowTokens
 from trainer.pipeline.reporting import (
@@ -368,6 +369,38 @@ def test_a_long_step_gives_one_profile_not_a_burst(monkeypatch: pytest.MonkeyPat
         now[0] = moment
         seen.append(timer.tick())
     assert seen == [False, True, False, True, False, False, True]
+
+
+def test_the_first_interval_begins_with_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    sink, clock = Sink(), StageClock()
+    timer = ProfileTimer(clock, sink, interval=10.0, role="target", device="cpu", rank=0)
+    with clock.stage("target_forward"):
+        now[0] += 500  # Warm-up.
+    timer.begin()
+    now[0] += 4
+    assert not timer.tick()
+    now[0] += 7
+    assert timer.tick()
+    (event,) = sink.events
+    assert isinstance(event, ev.StageProfile)
+    assert (event.interval, event.stages) == (11.0, {})
+
+
+def test_what_is_known_of_the_gpu_is_in_its_ranks_profile() -> None:
+    class Gpu:
+        def add_to(self, profile: ev.StageProfile) -> ev.StageProfile:
+            return replace(profile, mfu=0.5)
+
+    sink = Sink()
+    timer = ProfileTimer(
+        StageClock(), sink, interval=1e-9, role="target", device="cuda:1", rank=3, gpu=cast(GpuFacts, Gpu())
+    )
+    assert timer.tick()
+    (event,) = sink.events
+    assert isinstance(event, ev.StageProfile)
+    assert (event.mfu, event.rank, event.device) == (0.5, 3, "cuda:1")
 
 
 def test_time_spent_apart_does_not_slow_a_step_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.distributed as distributed
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
 
 from remote.protocol import events as ev
 from trainer.pipeline.copier import CudaCopier, HostCopier
@@ -295,6 +298,43 @@ def test_gradients_are_made_but_not_yet_the_others_when_we_are_called() -> None:
         when_gradients_are_made(loss, lambda: seen.append(("ours", weight.grad is not None)))
         loss.backward()
     assert seen == [("ours", True), ("others", True)] * 2
+
+
+@pytest.fixture
+def group() -> Iterator[distributed.ProcessGroup]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.group.WORLD  # pyright: ignore
+    distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(60)
+def test_distributed_data_parallel_waits_for_the_others_behind_our_call(group: distributed.ProcessGroup) -> None:
+    # Its all-reduce ends when we are called: had it been waited for before, this would stand still for ever.
+    on_their_way: list[tuple[torch.futures.Future, torch.Tensor]] = []
+
+    def all_reduce(_, bucket):
+        on_their_way.append((torch.futures.Future(), bucket.buffer()))
+        return on_their_way[-1][0]
+
+    model = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group, gradient_as_bucket_view=True)
+    model.register_comm_hook(None, all_reduce)
+    device = Device()
+    clock = StageClock(device)
+
+    def others_arrive() -> None:
+        clock.turn_to("all_reduce")
+        device.host += 5
+        for future, gradients in on_their_way:
+            future.set_result(gradients)
+        on_their_way.clear()
+
+    for step in range(2):
+        loss = model(torch.ones(4, 3)).sum()
+        with clock.stage("backward"):
+            when_gradients_are_made(loss, others_arrive)
+            loss.backward()
+        assert read(clock).stages == {"backward": 0.0, "all_reduce": 5.0}, step
+    assert clock.current == ""
 
 
 # ---- on a GPU

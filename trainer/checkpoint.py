@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from remote.protocol.errors import DflashError, preflight_error
@@ -75,9 +75,25 @@ def restore(checkpoint: Path, drafter: Drafter, optimizer: StepOptimizer) -> Non
     """Load weights and moments. Raises a preflight error when the files are not those of this drafter."""
     device = next(drafter.parameters()).device
     try:
-        drafter.load_state_dict(load_file(checkpoint / checkpoint_files.DRAFTER_FILE, device=str(device)))
+        _fill(drafter.state_dict(), checkpoint / checkpoint_files.DRAFTER_FILE, device)
         optimizer.load_state_dict(load_file(checkpoint / checkpoint_files.OPTIMIZER_FILE, device=str(device)))
     except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
         raise preflight_error(
             f"{checkpoint} cannot be restored", cause=str(error), hint="resume from an earlier checkpoint"
         ) from error
+
+
+@torch.no_grad()
+def _fill(tensors: Mapping[str, torch.Tensor], file: Path, device: torch.device) -> None:
+    """Read a file into tensors, one after another: each goes straight to the device, where one at a time lies twice.
+
+    Raises ValueError where names or shapes differ: what the file lacks would stay as it is, in a new drafter anything at all.
+    """
+    with safe_open(file, framework="pt", device=str(device)) as stored:
+        if wrong := tensors.keys() ^ set(stored.keys()):
+            raise ValueError(f"{', '.join(sorted(wrong))}: in the file or in the drafter, and not in both")
+        for name, tensor in tensors.items():
+            source = stored.get_tensor(name)
+            if source.shape != tensor.shape:
+                raise ValueError(f"{name} is {list(tensor.shape)} in the drafter, {list(source.shape)} in the file")
+            tensor.copy_(source)

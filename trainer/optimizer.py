@@ -49,6 +49,15 @@ class StepOptimizer:
             fused=True,
         )
 
+    def allocate(self) -> None:
+        """Make the moments now, as the first step would, where there are none: 8 bytes a parameter, before memory is counted."""
+        for parameter in self._parameters:
+            state = self._adamw.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
     def learning_rate(self, step: int) -> float:
         return learning_rate(step, self._total_steps, self._config)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from remote.protocol.errors import DflashError, ExitCode
 from trainer import checkpoint
@@ -80,6 +81,59 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtyp
     assert one.keys() == other.keys()
     assert all(torch.equal(value, other[name]) and value.dtype == other[name].dtype for name, value in one.items())
     assert read_state(saved.path) == state(3)
+
+
+def poisoned(**changes: Any) -> Drafter:
+    """A drafter as `empty_drafter` makes it, whose memory holds the worst that it may."""
+    with torch.device("meta"):
+        drafter = Drafter(drafter_config(**changes))
+    drafter.to_empty(device="cpu")
+    for tensor in [*drafter.parameters(), *drafter.buffers()]:
+        tensor.data.fill_(torch.nan)
+    return drafter
+
+
+def test_every_parameter_and_buffer_of_an_empty_drafter_comes_from_the_checkpoint(tmp_path: Path) -> None:
+    drafter, optimizer = trained()
+    saved = save(tmp_path, 3, (drafter, optimizer))
+    fresh = poisoned()
+    resumed = StepOptimizer(fresh, CONFIG, 100)
+    checkpoint.restore(saved.path, fresh, resumed)
+    resumed.allocate()
+    one, other = tensors(drafter, optimizer), tensors(fresh, resumed)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    everything = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
+    assert everything.keys() == drafter.state_dict().keys()
+    assert all(bool(torch.isfinite(value).all()) for value in everything.values())
+
+
+@pytest.mark.parametrize("change", ["lacks", "has more"])
+def test_a_checkpoint_with_other_names_is_refused(tmp_path: Path, change: str) -> None:
+    # What it lacks would stay what the memory held before.
+    file = save(tmp_path, 3).path / "drafter.safetensors"
+    weights = load_file(file)
+    if change == "lacks":
+        del weights["norm.weight"]
+    else:
+        weights["norm.bias"] = weights["norm.weight"].clone()
+    save_file(weights, file)
+    fresh = poisoned()
+    with pytest.raises(DflashError, match="cannot be restored") as caught:
+        checkpoint.restore(file.parent, fresh, StepOptimizer(fresh, CONFIG, 100))
+    assert caught.value.cause.startswith("norm.weight:" if change == "lacks" else "norm.bias:")
+
+
+def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
+    # Not broadcast: copy_ would.
+    file = save(tmp_path, 3).path / "drafter.safetensors"
+    weights = load_file(file)
+    weights["norm.weight"] = weights["norm.weight"][:1].clone()
+    save_file(weights, file)
+    fresh = poisoned()
+    with pytest.raises(DflashError, match="cannot be restored") as caught:
+        checkpoint.restore(file.parent, fresh, StepOptimizer(fresh, CONFIG, 100))
+    assert caught.value.cause == "norm.weight is [16] in the drafter, [1] in the file"
 
 
 def test_a_checkpoint_says_what_it_holds(tmp_path: Path) -> None:

@@ -242,3 +242,42 @@ def test_the_state_of_another_drafter_is_refused() -> None:
         optimizer.load_state_dict(wrong)
     with pytest.raises((KeyError, IndexError, ValueError)):
         optimizer.load_state_dict({"99.exp_avg": torch.zeros(3, 3)})
+
+
+# ---- moments made before the first step
+
+
+def test_moments_are_made_as_the_first_step_makes_them() -> None:
+    one, other = Net(), Net()
+    ahead, late = (StepOptimizer(net, config(), 10) for net in (one, other))
+    ahead.allocate()
+    before = snapshot(one, ahead)
+    assert all(not bool(value.any()) for value in ahead.state_dict().values())
+    # A step that is refused makes them, and changes nothing.
+    loss_sum(other, batch(1)).backward()
+    late.apply(1, loss_sum=torch.tensor(math.nan), weight_sum=torch.tensor(1.0), drafters=1)
+    after = snapshot(other, late)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert (value.dtype, value.shape, value.device) == (after[name].dtype, after[name].shape, after[name].device)
+        assert torch.equal(value, after[name])
+
+
+def test_training_goes_on_the_same_with_moments_made_before() -> None:
+    nets = Net(), Net()
+    optimizers = [StepOptimizer(net, config(), 10) for net in nets]
+    optimizers[0].allocate()
+    for number in range(1, 4):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            step(optimizer, net, number)
+    one, other = (snapshot(net, optimizer) for net, optimizer in zip(nets, optimizers, strict=True))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_moments_that_are_there_stay() -> None:
+    net = Net()
+    optimizer = StepOptimizer(net, config(), 10)
+    step(optimizer, net, 1)
+    before = snapshot(net, optimizer)
+    optimizer.allocate()
+    assert all(torch.equal(value, before[name]) for name, value in snapshot(net, optimizer).items())

@@ -26,3 +26,14 @@ def fresh_drafter(config: TrainConfig) -> Drafter:
     if config.init_from_target == "on":
         start_from_target(drafter, *last_layers(facts, config.drafter_layers))
     return drafter
+
+
+def empty_drafter(config: TrainConfig, dtype: torch.dtype, device: torch.device) -> Drafter:
+    """Return the same drafter with whatever its memory holds, on its device, for a checkpoint to be restored into.
+
+    Drawing 1.7 billion numbers on the CPU took 17 to 24 s of each resumed start. Raises as `fresh_drafter`.
+    """
+    with torch.device("meta"):
+        drafter = Drafter(drafter_config(config, target_facts(Path(config.target_model))))
+    # Parameters are all that a drafter has: no buffer is left for anybody else to fill.
+    return drafter.to(dtype).to_empty(device=device)

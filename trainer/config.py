@@ -97,7 +97,7 @@ class TrainConfig:
     transfer: str = _key("async", "hand states over asynchronously; sync is the reference", group="pipeline", choices=("async", "sync"))
     split_fc: str = _key("off", "keep the captured layers separate instead of one packed tensor", group="pipeline", choices=ON_OFF)
     ring_mib: int = _key(4096, "bound on states in flight on this machine", group="pipeline", unit="MiB", low=1)
-    verify_copies: str = _key("sample", "compare checksums of handed-over states", group="pipeline", choices=("sample", "all", "off"))
+    verify_copies: str = _key("sample", "compare checksums of handed-over states: sample is one batch in 64; a difference is an alarm, and the run goes on", group="pipeline", choices=("sample", "all", "off"))
     profile_interval: float = _key(60.0, "print where the time goes and who waits this often; 0: never", group="pipeline", unit="s", low=0)
     trace_steps: int = _key(0, "trace so many steps, from the run's third on, into trace/ of its directory (--trace: 3); 0: none", group="pipeline", unit="steps", low=0, high=20)
     collective_timeout: float = _key(600.0, "last resort: collectives give up on a silent peer after this long, never before 2.5 times stall_timeout", group="pipeline", unit="s", low=10)

@@ -16,7 +16,7 @@ from trainer.data.documents import open_dataset
 from trainer.data.rows import padding_share
 from trainer.data.schedule import MicroBatch
 from trainer.drafter.attention_choice import DENSE, Backend, Choice, agree, choose, wants_flex
-from trainer.drafter.fresh import fresh_drafter
+from trainer.drafter.fresh import empty_drafter, fresh_drafter
 from trainer.drafter.model import Drafter
 from trainer.drafter.objective import make_vocab_subset
 from trainer.optimizer import StepOptimizer
@@ -181,12 +181,15 @@ def build_drafter(post: Post) -> tuple[Drafter, StepOptimizer, Ends, Choice]:
     config, plan = post.config, post.plan
     with post.phases.phase("loading", f"drafter on {post.device}"):
         facts = target_facts(Path(config.target_model))
-        drafter = fresh_drafter(config)
         masters = torch.float64 if config.dtype == "float64" else torch.float32
-        drafter.to(device=post.device, dtype=masters)
+        if plan.resume:
+            drafter = empty_drafter(config, masters, post.device)
+        else:
+            drafter = fresh_drafter(config).to(device=post.device, dtype=masters)
         optimizer = StepOptimizer(drafter, config, plan.total_steps)
         if plan.resume:
             checkpoint.restore(Path(plan.resume), drafter, optimizer)
+        optimizer.allocate()
         embed, head = load_ends(Path(config.target_model), DTYPES[config.dtype], post.device)
         subset = None
         if config.loss_vocab_extra >= 0:

@@ -310,14 +310,17 @@ class PhaseLog:
         self._role = role
         self._rank = rank
         self.current = "starting"
+        self.detail = ""
+        """What exactly is done in the current phase, empty where that was not said."""
 
     @contextlib.contextmanager
     def phase(self, name: str, detail: str = "") -> Iterator[None]:
         """Report the phase at its beginning and, with its seconds, at its end."""
-        self.current = name
+        self.current, self.detail = name, detail
         self._report(name, detail, 0.0)
         start = time.monotonic()
         yield
+        self.detail = ""
         self._report(name, detail, time.monotonic() - start)
 
     @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from remote.agent.lifecycle import lives, status_of
 from remote.agent.tail import EventTail, last_lines, size_of
-from remote.agent.verdict import LEADER, UNKNOWN, rank_errors
+from remote.agent.verdict import told_of
 from remote.agent.wire import Answer
 from remote.protocol.codec import plain
 from remote.protocol.errors import DflashError, ExitCode
@@ -59,10 +59,7 @@ def _pass_on(events: list[Event], answer: Answer) -> bool:
 
 
 def _raise_crash(run: RunLayout, status: RunStatus) -> NoReturn:
-    failed = LEADER if status.failed_rank is None else status.failed_rank
-    errors = rank_errors(run)
-    # A frozen rank files nothing: who found it so did.
-    error = errors.get(failed) or next((each for each in errors.values() if failed == each.blames != UNKNOWN), None)
+    error = told_of(run, status.failed_rank)
     raise DflashError(
         f"run {run.run_id} ended before its first step",
         cause=status.message or "it left no word",

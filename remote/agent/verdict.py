@@ -101,6 +101,17 @@ def rank_errors(run: RunLayout) -> dict[int, RankError]:
     return found
 
 
+def told_of(run: RunLayout, failed_rank: int | None) -> RankError | None:
+    """Return the record that tells of a failed rank (None: the leader): its own, else that of a rank that blames it.
+
+    A frozen rank files nothing; who found it so does.
+    """
+    errors = rank_errors(run)
+    if failed_rank is None:
+        return errors.get(LEADER)
+    return errors.get(failed_rank) or next((each for each in errors.values() if each.blames == failed_rank), None)
+
+
 def read_stop(run: RunLayout) -> StopRequest | None:
     """Return the stop request, None when there is none. An unreadable one still is a request: somebody asked."""
     try:

@@ -50,6 +50,16 @@ class Pulse:
         self.beat()
 
     @contextlib.contextmanager
+    def inside(self, stage: str) -> Iterator[None]:
+        """Be in a place of the main thread that is no stage of the clock."""
+        outer = self.stage
+        self.turn_to(stage)
+        try:
+            yield
+        finally:
+            self.turn_to(outer)
+
+    @contextlib.contextmanager
     def waiting(self, whom: str) -> Iterator[None]:
         """Be in a place where the calling thread can only wait for another rank, `whom`."""
         thread = threading.get_ident()
@@ -81,9 +91,9 @@ class Pulse:
         return next((each.whom for each in waits.values()), "")
 
     def doing(self) -> str:
-        """Return the stage and what the other threads wait for: 'wait_buffer; publisher waits for drafter 0 (rank 1)'."""
+        """Return the stage and what other threads wait for, 'wait_buffer; publisher waits for drafter 0 (rank 1)'; or ""."""
         with self._lock:
             waits = dict(self._waits)
         waits.pop(self._main, None)
         others = [f"{each.thread} waits for {each.whom}" for each in waits.values()]
-        return "; ".join([self.stage or "between two stages", *others])
+        return "; ".join(filter(None, [self.stage, *others]))

@@ -70,7 +70,7 @@ def _watchdog(plan: RunPlan, layout: Layout, pulse: Pulse, filing: Filing, telem
         local_rank=filing.local_rank,
         ranks=layout.ranks,
         name=layout.name(filing.local_rank, filing.rank),
-        phase=lambda: filing.phases.current,
+        phases=filing.phases,
         stall_timeout=plan.train_config().stall_timeout,
     )
     return Watchdog(ward, pulse, Board(plan.board, layout.ranks), plan.run.stacks(filing.rank), file)

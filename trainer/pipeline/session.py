@@ -266,14 +266,14 @@ class DrafterSession:
         if self.desk is not None:
             self.desk.reporter.trained(step)
         # On a GPU the sums of the step before are waited for here, and with them whoever is behind.
-        with self.world.meeting():
+        with self.world.pulse.inside("figures"), self.world.meeting():
             due = self.figures.push(step, sums, outcome)
         stops = [self._report_one(figures) for figures in due]
         return any(stops)
 
     def report_rest(self) -> bool:
         """Report the figures that are on their way, waiting for them; returns and raises as `report` does."""
-        with self.world.meeting():
+        with self.world.pulse.inside("figures"), self.world.meeting():
             due = self.figures.flush()
         stops = [self._report_one(figures) for figures in due]
         return any(stops)

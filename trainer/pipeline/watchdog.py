@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from remote.protocol.errors import DflashError
 from trainer.pipeline.pulse import Pulse
@@ -69,7 +70,8 @@ def judge(vitals: Mapping[int, Vitals], me: int, ranks: int, *, now: float, sinc
         near = silent != me and silence[silent] >= vitals[silent].limit / 2
         if still < mine.limit or near:
             return None
-        return Stalled(me, f"{mine.name} stands still in {mine.doing}", cause=f"it has not got on for {still:.0f} s")
+        cause = f"it has not got on for {still:.0f} s, and waits for no other rank"
+        return Stalled(me, f"{mine.name} stands still in {mine.doing}", cause=cause)
     living = [each for each in vitals.values() if not each.ended]
     still = now - max(since, *(each.moved for each in living))
     if still < 2 * max(each.limit for each in living):
@@ -96,14 +98,21 @@ def work_done() -> int:
     return moved
 
 
+class Phases(Protocol):
+    """The phase that a rank is in, and what exactly it does there, perhaps empty."""
+
+    current: str
+    detail: str
+
+
 @dataclass(frozen=True)
 class Ward:
-    """Whom a watchdog watches: local rank, its name for people, its phase now, how long it may stand still in training."""
+    """Whom a watchdog watches: local rank, its name for people, its phases, how long it may stand still in training."""
 
     local_rank: int
     ranks: int
     name: str
-    phase: Callable[[], str]
+    phases: Phases
     stall_timeout: float
 
 
@@ -139,20 +148,22 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._ward.stall_timeout * _ELSEWHERE, exit=True)
 
     def _vitals(self, *, ended: bool = False) -> Vitals:
-        phase = self._ward.phase()
+        phase, detail = self._ward.phases.current, self._ward.phases.detail
+        place = f"{phase} ({detail})" if detail else phase
+        doing = self._pulse.doing()
         return Vitals(
             name=self._ward.name,
             seen=time.monotonic(),
             moved=self._pulse.moved,
             limit=self._ward.stall_timeout * _PATIENCE.get(phase, _ELSEWHERE),
-            doing=f"{phase}: {self._pulse.doing()}",
+            doing=f"{place}: {doing}" if doing else place,
             awaits=self._pulse.awaited(),
             ended=ended,
         )
 
     def _look(self) -> None:
         # In training it would hide a stall: threads that are not concerned go on writing events.
-        if self._ward.phase() != "training" and (work := work_done()) - self._work >= _WORK_BYTES:
+        if self._ward.phases.current != "training" and (work := work_done()) - self._work >= _WORK_BYTES:
             self._work = work
             self._pulse.beat()
         self._board.write(self._ward.local_rank, self._vitals())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from remote.agent.verdict import Ending, Story, judge, rank_errors, read_stop
+from remote.agent.verdict import Ending, Story, judge, rank_errors, read_stop, told_of
 from remote.protocol.events import CheckpointSaved, HeldOutMeasured, Phase, RunFinished, Step
 from remote.protocol.files import write_json
 from remote.protocol.layout import RunLayout
@@ -165,6 +165,8 @@ def test_a_frozen_rank_is_the_failed_one_in_the_words_of_who_found_it(run):
     write_json(run.error(1), found)
     record = judge(run, told(), Ending("trainer", returncode=1, first_dead=1, first_dead_at=5.1))
     assert (record.failed_rank, record.message) == (0, "target 0 gives no sign of life (frozen)")
+    assert told_of(run, 0) == told_of(run, 1) == found
+    assert told_of(run, 2) is told_of(run, None) is None
 
 
 def test_out_of_memory_is_named(run):

@@ -19,9 +19,11 @@ from remote.protocol.identity import read_pidfile, read_stat
 from remote.protocol.layout import RunLayout
 from remote.protocol.locks import is_held
 from trainer.config import TrainConfig
+from trainer.pipeline.channel import PeerDied
 from trainer.pipeline.layout import Layout, Role
-from trainer.pipeline.membership import file_error
+from trainer.pipeline.membership import Filing, file_error
 from trainer.pipeline.plan import RunPlan
+from trainer.pipeline.watchdog import Stalled
 
 ROOT = Path(__file__).resolve().parents[3]
 STORY = Layout("cuda", (0, 1, 2, 3, 4), (5, 6, 7))
@@ -128,6 +130,45 @@ def test_an_error_is_filed_whole(tmp_path: Path) -> None:
         "cause": "not there", "hint": "look elsewhere", "code": 7,
     }  # fmt: skip
     assert "test_an_error_is_filed_whole" in filed["traceback"]
+
+
+class Phases:
+    current = "saving"
+
+
+class DistError(RuntimeError):
+    """As torch.distributed has it, above DistBackendError."""
+
+
+@pytest.mark.parametrize(
+    ("error", "consequence", "blames"),
+    [
+        (PeerDied("target 1 (rank 5)", rank=5), True, 5),
+        (type("DistBackendError", (DistError,), {})("NCCL communicator was aborted"), True, -1),
+        (RuntimeError("[x/gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:29"), True, -1),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False, -1),
+        (Stalled(1, "target 1 stands still", cause="c"), False, 5),
+        (Stalled(-1, "no rank gets on", cause="c"), False, -1),
+    ],
+)
+def test_what_follows_from_another_ranks_end_is_filed_as_that(
+    tmp_path: Path, error: Exception, consequence: bool, blames: int
+) -> None:
+    # The second machine's third rank, of four on each.
+    run = RunLayout(tmp_path)
+    run.create()
+    Filing(run, 6, 2, "drafter", "cuda:2", Phases()).file(error)  # type: ignore[arg-type]
+    filed = json.loads(run.error(6).read_text())
+    assert (filed["rank"], filed["phase"]) == (6, "saving")
+    assert (filed["consequence"], filed["blames"]) == (consequence, blames)
+
+
+def test_a_rank_has_a_name_for_people() -> None:
+    layout = Layout("cuda", (0, 1), (2, 6))
+    assert [layout.name(rank, 4 + rank) for rank in (1, 3)] == [
+        "target 1 (rank 5, cuda:1)",
+        "drafter 1 (rank 7, cuda:6)",
+    ]
 
 
 # ---- the plan

@@ -63,7 +63,9 @@ def test_whatever_begins_or_ends_is_progress(clock: Clock) -> None:
 
 def test_only_a_wait_for_another_rank_excuses() -> None:
     pulse = Pulse()
-    assert (pulse.awaited(), pulse.doing()) == ("", "between two stages")
+    assert (pulse.awaited(), pulse.doing()) == ("", "")
+    with pulse.inside("figures"):
+        assert pulse.doing() == "figures"
     pulse.turn_to("backward")
     assert pulse.awaited() == ""
     with pulse.waiting("the other ranks"):

@@ -152,12 +152,22 @@ def file(stalled):
     text = {"rank": stalled.local_rank, "error": stalled.error, "cause": stalled.cause, "detail": stalled.detail}
     (directory / f"error-{rank}").write_text(json.dumps(text))
 
-ward = Ward(rank, 2, f"rank {rank}", lambda: "loading" if what == "load" else "training", 1.0)
+class Phases:
+    current = "saving" if what == "save" else "training"
+    detail = "step 3" if what == "save" else ""
+
+ward = Ward(rank, 2, f"rank {rank}", Phases, 0.3 if what == "save" else 1.0)
 board = Board(directory / "board", 2)
 with Watchdog(ward, pulse, board, directory / "stacks" / f"{rank}", file).watching():
     print("begun", flush=True)
     if what == "forward":
         pulse.turn_to("forward")
+        threading.Event().wait()
+    for _ in range(30 if what == "save" else 0):
+        (directory / "file").write_bytes(bytes(1 << 20))
+        time.sleep(0.1)
+    if what == "save":
+        (directory / "written").touch()
         threading.Event().wait()
     while what == "work":
         pulse.turn_to("forward")
@@ -219,6 +229,13 @@ def test_a_frozen_process_is_named_by_the_one_that_waits_for_it(
     assert told["rank"] == 0
     assert told["error"].startswith("rank 0 gives no sign of life")
     assert told["cause"].endswith("rank 1 waits for rank 0")
+
+
+def test_a_slow_save_gets_on_by_what_it_writes(ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    # 3 s of writing under a bound of 0.9 s; only then it stands still.
+    assert begin(ranks, tmp_path, 0, "save").wait(60) == STALLED
+    assert (tmp_path / "written").exists()
+    assert json.loads((tmp_path / "error-0").read_text())["error"] == "rank 0 stands still in saving (step 3)"
 
 
 def test_a_process_that_ends_well_is_not_missed(ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:

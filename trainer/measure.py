@@ -6,16 +6,22 @@ Greedy output equals the target's for ANY drafter; equality says that the decodi
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.choice import Sampling
+from trainer.data.progress import Progress
 from trainer.drafter.model import Drafter
-from trainer.speculate import alone, speculate
+from trainer.speculate import Report, alone, speculate
 from trainer.target.decode import Decoder
 
 GREEDY = Sampling()
+BATCH_SIZE = 16
+"""Prompts decoded together, as many as the standard set has; 1,000 of 1,000 tokens make 250 GB of cache for a 27B target."""
+
+Prompts = Sequence[Sequence[int]]
+Decoded = TypeVar("Decoded")
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class PromptResult:
 
 @dataclass(frozen=True)
 class TargetAlone:
-    """The target's own continuation of each prompt, all in one batch, and its wall seconds."""
+    """The target's own continuation of each prompt, and its wall seconds."""
 
     outputs: list[list[int]]
     seconds: float
@@ -77,7 +83,7 @@ class Evaluation:
 
     @property
     def speedup(self) -> float:
-        """Seconds of the target alone for each second of speculative decoding, the same prompts in one batch both times."""
+        """Seconds of the target alone for each second of speculative decoding, the same prompts in the same batches."""
         return self.target_seconds / self.seconds if self.seconds else 0.0
 
     def acceptance_by_position(self) -> list[float]:
@@ -114,33 +120,74 @@ class Evaluation:
 
 
 def decode_alone(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling = GREEDY
+    decoder: Decoder,
+    prompts: Prompts,
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    *,
+    batch_size: int = BATCH_SIZE,
 ) -> TargetAlone:
     """Let the target continue every prompt without a drafter, stop tokens ignored."""
+    choice = sampling.choice(len(prompts))
+
+    def decode(batch: Prompts, first_place: int, report: Report) -> list[list[int]]:
+        return alone(decoder, batch, max_new_tokens, choice, first_place=first_place, report=report)
+
     begin = time.perf_counter()
-    outputs = alone(decoder, prompts, max_new_tokens, sampling.choice(len(prompts)))
+    outputs = _in_batches("the target alone", decode, prompts, max_new_tokens, batch_size)
     return TargetAlone(outputs, time.perf_counter() - begin)
 
 
 def evaluate(
     decoder: Decoder,
     drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     max_new_tokens: int = 64,
     *,
     sampling: Sampling = GREEDY,
     own: TargetAlone | None = None,
+    batch_size: int = BATCH_SIZE,
 ) -> Evaluation:
     """Decode every prompt with the drafter, stop tokens ignored, and compare with the target alone.
 
-    `own` is what `decode_alone` gives for the same prompts, made here if not given.
+    `own` is what `decode_alone` gives for the same prompts, made here if not given. Prompts are decoded `batch_size`
+    at once; what is drawn goes by a prompt's place in the whole list, so that the size changes nothing but the speed.
     """
-    own = own or decode_alone(decoder, prompts, max_new_tokens, sampling)
+    own = own or decode_alone(decoder, prompts, max_new_tokens, sampling, batch_size=batch_size)
+    choice = sampling.choice(len(prompts))
+
+    def decode(batch: Prompts, first_place: int, report: Report) -> list[tuple[list[int], list[int]]]:
+        return speculate(decoder, drafter, batch, max_new_tokens, choice, first_place=first_place, report=report)
+
     begin = time.perf_counter()
-    decoded = speculate(decoder, drafter, prompts, max_new_tokens, sampling.choice(len(prompts)))
+    decoded = _in_batches("with the drafter", decode, prompts, max_new_tokens, batch_size)
     seconds = time.perf_counter() - begin
     results = [
         PromptResult(len(prompt), output_ids, lengths, target_ids)
         for prompt, (output_ids, lengths), target_ids in zip(prompts, decoded, own.outputs, strict=True)
     ]
     return Evaluation(results, drafter.config.block_size, sampling, seconds, own.seconds)
+
+
+def _in_batches(
+    what: str,
+    decode: Callable[[Prompts, int, Report], list[Decoded]],
+    prompts: Prompts,
+    max_new_tokens: int,
+    batch_size: int,
+) -> list[Decoded]:
+    """Decode `batch_size` prompts after the other, and show how far it is."""
+    decoded: list[Decoded] = []
+    done = 0
+    with Progress(what, len(prompts)) as progress:
+
+        def report(tokens: int, items: int = 0) -> None:
+            nonlocal done
+            done += tokens
+            progress.add(items, tokens, share=done / (len(prompts) * max_new_tokens))
+
+        for first in range(0, len(prompts), batch_size):
+            batch = prompts[first : first + batch_size]
+            decoded += decode(batch, first, report)
+            report(0, len(batch))
+    return decoded

@@ -6,7 +6,7 @@ prompts advance together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,9 @@ from trainer.choice import Choice, Verdict
 from trainer.drafter.inference import DraftBatch
 from trainer.drafter.model import Drafter
 from trainer.target.decode import Decoder
+
+Report = Callable[[int], None]
+"""Told how many tokens were committed, now and then."""
 
 
 @dataclass
@@ -44,34 +47,58 @@ class _Sequence:
 
 
 @torch.inference_mode()
-def alone(decoder: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, choice: Choice) -> list[list[int]]:
-    """Return the target's own continuation of each prompt, one token a forward, stop tokens ignored."""
+def alone(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    choice: Choice,
+    *,
+    first_place: int = 0,
+    report: Report = lambda tokens: None,
+) -> list[list[int]]:
+    """Return the target's own continuation of each prompt, one token a forward, stop tokens ignored.
+
+    `choice` knows the prompts by their places, of which the first one's is `first_place`.
+    """
     batch = decoder.batch(len(prompts))
-    places = range(len(prompts))
+    places = range(first_place, first_place + len(prompts))
     hidden = _last(batch.append(prompts).hidden, [len(prompt) for prompt in prompts])
     chosen = [[token] for token in choice.next_tokens(places, decoder.logits(hidden))]
+    report(len(prompts))
     while len(chosen[0]) < max_new_tokens:
         hidden = batch.append([tokens[-1:] for tokens in chosen]).hidden[:, 0]
         for tokens, token in zip(chosen, choice.next_tokens(places, decoder.logits(hidden)), strict=True):
             tokens.append(token)
+        report(len(prompts))
     return chosen
 
 
 @torch.inference_mode()
 def speculate(
-    decoder: Decoder, drafter: Drafter, prompts: Sequence[Sequence[int]], max_new_tokens: int, choice: Choice
+    decoder: Decoder,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    choice: Choice,
+    *,
+    first_place: int = 0,
+    report: Report = lambda tokens: None,
 ) -> list[tuple[list[int], list[int]]]:
     """Return for each prompt (its `max_new_tokens` new tokens, the tokens committed by each verification).
 
-    The first new token comes from the prefill and is in no verification.
+    The first new token comes from the prefill and is in no verification. See `alone` for the last two.
     """
-    sequences = [_Sequence(i, list(prompt), len(prompt) + max_new_tokens) for i, prompt in enumerate(prompts)]
+    sequences = [
+        _Sequence(place, list(prompt), len(prompt) + max_new_tokens)
+        for place, prompt in enumerate(prompts, first_place)
+    ]
     verified, drafted = decoder.batch(len(prompts)), DraftBatch(drafter, len(prompts))
     counts = [len(prompt) for prompt in prompts]
     hidden, states = verified.append(prompts)
-    first = choice.next_tokens(range(len(prompts)), decoder.logits(_last(hidden, counts)))
+    first = choice.next_tokens([each.place for each in sequences], decoder.logits(_last(hidden, counts)))
     for sequence, token in zip(sequences, first, strict=True):
         sequence.tokens.append(token)
+    report(len(prompts))
     active = sequences
     while True:
         # States of committed tokens only: those of rejected guesses were computed behind wrong tokens.
@@ -92,6 +119,7 @@ def speculate(
         rows = zip(active, guesses, verdicts, strict=True)
         counts = [sequence.commit(guess, verdict) for sequence, guess, verdict in rows]
         verified.keep(counts)
+        report(sum(counts))
     return [
         (sequence.tokens[len(prompt) :], sequence.acceptance_lengths)
         for sequence, prompt in zip(sequences, prompts, strict=True)

@@ -96,8 +96,8 @@ def train(flags: list[str]) -> Trained:
 
 def evaluate(trained: Trained, target: Path) -> list[dict[str, Any]]:
     """Export the untrained and the trained drafter and measure both; returns their reports in this order."""
-    from trainer.evaluate import humaneval_prompts
-    from trainer.target.load import load_tokenizer
+    from trainer.data.chat import load_tokenizer
+    from trainer.prompt_sets import humaneval_prompts
 
     prompts = BUILD / "prompts.json"
     prompts.write_text(json.dumps(humaneval_prompts(load_tokenizer(target))), encoding="ascii")

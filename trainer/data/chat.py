@@ -51,7 +51,7 @@ class ChatTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.template_kwargs = dict(template_kwargs or {})
-        self.template_sha256 = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+        self.template_sha256 = hashlib.sha256(_template_text(tokenizer.chat_template).encode()).hexdigest()
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.tokenizer_sha256 = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
@@ -116,11 +116,16 @@ class ChatTokenizer:
         ]
 
 
-def load_tokenizer(path: Path, template_kwargs: Mapping[str, Any] | None = None) -> ChatTokenizer:
+def load_tokenizer(
+    path: Path, template_kwargs: Mapping[str, Any] | None = None, *, instead: str = "bring tokenised data"
+) -> ChatTokenizer:
     """Load the tokenizer of a target directory; `template_kwargs` go to its chat template each time.
 
+    Of templates with names `default` is taken, and `tool_use`, where there is one, for rows that have tools.
+
     Raises:
-        DflashError: the directory or the tokenizer is missing, has no chat template, or is no fast tokenizer.
+        DflashError: the directory or the tokenizer is missing, has no chat template, or is no fast tokenizer; `instead`
+            says what does without one.
     """
     if not (path / "tokenizer_config.json").is_file():
         raise preflight_error(
@@ -130,18 +135,31 @@ def load_tokenizer(path: Path, template_kwargs: Mapping[str, Any] | None = None)
         )
     from transformers import AutoTokenizer  # takes a second to import
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise preflight_error(
+            f"no usable tokenizer in {path}",
+            cause=str(problem).partition("\n")[0],
+            hint="copy tokenizer.json and tokenizer_config.json of the model into it",
+        ) from problem
     if not tokenizer.chat_template:
         raise preflight_error(
             f"the tokenizer in {path} has no chat template",
             cause="neither chat_template.jinja nor chat_template in tokenizer_config.json",
-            hint="use an instruction-tuned target, or bring tokenised data",
+            hint=f"use an instruction-tuned target, or {instead}",
+        )
+    if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        raise preflight_error(
+            f"the tokenizer in {path} has no chat template named default",
+            cause=f"its templates: {', '.join(sorted(tokenizer.chat_template)) or 'none'}",
+            hint=f"name one of them default in tokenizer_config.json, or {instead}",
         )
     if not tokenizer.is_fast:
         raise preflight_error(
             f"the tokenizer in {path} has no tokenizer.json",
             cause="only fast tokenizers tell which characters a token stands for",
-            hint="convert it with transformers, or bring tokenised data",
+            hint=f"convert it with transformers, or {instead}",
         )
     return ChatTokenizer(tokenizer, template_kwargs)
 
@@ -157,6 +175,11 @@ def parse_template_kwargs(text: str) -> dict[str, Any]:
             f"--chat-template-kwargs {text} is no JSON object", hint="for instance '{\"enable_thinking\": false}'"
         )
     return values
+
+
+def _template_text(template: str | Mapping[str, str]) -> str:
+    """Return what a template's identity hangs on: its text, or all texts with their names."""
+    return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
 
 
 def _content_end(upto: str, start: int, message: Message) -> int:

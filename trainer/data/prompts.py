@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import TemplateError
+
 from trainer.data.chat import ChatTokenizer
 from trainer.data.dialects import Message, conversation_key, conversation_of
 from trainer.data.jsonl import read_rows, row_error
@@ -66,7 +68,10 @@ def read_prompts(path: Path, chat: ChatTokenizer, done: Collection[str], longest
         if key in seen:
             continue
         seen.add(key)
-        input_ids = chat.prompt_ids(messages, tools)
+        try:
+            input_ids = chat.prompt_ids(messages, tools)
+        except TemplateError as error:
+            raise row_error(path, number, f"the chat template refuses it: {error}") from None
         if len(input_ids) > longest:
             skipped += 1
         else:

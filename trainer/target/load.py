@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModel
 
 from remote.protocol.errors import preflight_error
 from trainer.target.capture import Target
-from trainer.target.facts import TargetFacts, read_config, target_facts
+from trainer.target.facts import TargetFacts, target_facts
 from trainer.target.weights import read_tensors
 
 
@@ -62,24 +62,6 @@ def load_final_norm(path: Path | str, *, dtype: torch.dtype, device: torch.devic
     for _, tensor in read_tensors(facts.tensors, names, dtype=dtype, device=torch.device(device)):
         _assign(stack, "norm.weight", tensor, facts)
     return stack.get_submodule("norm").eval().requires_grad_(False)
-
-
-def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
-    """Return the target's tokenizer.
-
-    Raises:
-        DflashError: the directory has none, or it cannot be read (code 7).
-    """
-    directory = Path(path)
-    read_config(directory)
-    try:
-        return AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise preflight_error(
-            f"no usable tokenizer in {directory}",
-            cause=str(problem).partition("\n")[0],
-            hint="copy tokenizer.json and tokenizer_config.json of the model into it",
-        ) from problem
 
 
 def _load_stack(facts: TargetFacts, num_layers: int, dtype: torch.dtype, device: torch.device) -> nn.Module:

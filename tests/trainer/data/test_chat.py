@@ -137,12 +137,50 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_a_tokenizer_that_cannot_be_read_is_refused(chat: ChatTokenizer, tmp_path: Path) -> None:
+    chat._tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(DflashError, match="no usable tokenizer") as caught:
+        load_tokenizer(tmp_path)
+    assert "tokenizer.json" in caught.value.hint
+
+
 def test_a_tokenizer_without_a_template_is_refused(chat: ChatTokenizer, tmp_path: Path) -> None:
     tokenizer = copy.deepcopy(chat._tokenizer)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(DflashError, match="no chat template"):
         load_tokenizer(tmp_path)
+
+
+def named_templates(chat: ChatTokenizer, path: Path, **templates: str) -> Path:
+    """A tokenizer as Hermes 3 and Command R have it: its templates by name."""
+    tokenizer = copy.deepcopy(chat._tokenizer)
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_of_named_templates_default_is_taken_and_tool_use_for_rows_with_tools(
+    chat: ChatTokenizer, tmp_path: Path
+) -> None:
+    path = named_templates(chat, tmp_path / "both", default=chat._tokenizer.chat_template, tool_use=QWEN)
+    found = load_tokenizer(path)
+    plain, with_tools = talk("hi", "Hello."), Conversation(talk("hi", "Hello.").messages, "stop", TOOLS)
+    assert found.render(plain) == chat.render(plain)
+    assert found.render(with_tools) == with_template(chat, QWEN).render(with_tools)
+    assert found.template(plain.messages[:1]) != found.template(plain.messages[:1], TOOLS)
+    alone = load_tokenizer(named_templates(chat, tmp_path / "one", default=chat._tokenizer.chat_template))
+    assert alone.render(with_tools) == chat.render(with_tools)
+    # A recipe that was made with other templates is another one.
+    assert found.template_sha256 != chat.template_sha256 == alone.template_sha256
+
+
+def test_named_templates_without_a_default_are_refused(chat: ChatTokenizer, tmp_path: Path) -> None:
+    with pytest.raises(DflashError, match="no chat template named default") as caught:
+        load_tokenizer(named_templates(chat, tmp_path / "odd", rag=QWEN, tool_use=QWEN), instead="do without")
+    assert caught.value.cause == "its templates: rag, tool_use"
+    assert caught.value.hint.endswith("or do without")
 
 
 QWEN = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,11 @@ def test_a_tools_answer_is_a_prompt_and_an_assistants_turn_is_none(
     with pytest.raises(DflashError, match="row 1") as caught:
         read_prompts(write_jsonl(tmp_path / "q.jsonl", [{"messages": turns[:2]}]), chat, (), longest=999)
     assert "nothing to reply to" in caught.value.cause
+
+
+def test_a_row_that_the_template_refuses_is_named(chat: ChatTokenizer, tmp_path: Path, write_jsonl) -> None:
+    tokenizer = copy.deepcopy(chat._tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DflashError, match="row 1") as caught:
+        read_prompts(write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a"}]), ChatTokenizer(tokenizer), (), longest=999)
+    assert "the chat template refuses it: roles must alternate" in caught.value.cause

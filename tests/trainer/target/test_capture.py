@@ -10,7 +10,7 @@ import transformers
 
 from remote.protocol.errors import DflashError, ExitCode
 from trainer.target.ends import load_ends
-from trainer.target.load import load_target, load_tokenizer
+from trainer.target.load import load_target
 
 ARCHITECTURES = ["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"]
 IDS = (0, 2, 3)
@@ -130,10 +130,3 @@ def test_untied_ends_are_the_models_own(make_target, architecture):
     assert torch.equal(embed, model.get_input_embeddings().weight.double())
     assert torch.equal(head, model.get_output_embeddings().weight.double())
     assert not torch.equal(embed, head)
-
-
-def test_a_directory_without_tokenizer_says_so(make_target):
-    with pytest.raises(DflashError, match="no usable tokenizer") as caught:
-        load_tokenizer(make_target())
-    assert caught.value.code is ExitCode.PREFLIGHT
-    assert "tokenizer.json" in caught.value.hint

@@ -7,9 +7,11 @@ import importlib.metadata
 import pytest
 import torch
 
+from trainer.data.chat import load_tokenizer
+from trainer.data.dialects import Message
 from trainer.target.facts import target_facts
 from trainer.target.gguf import convert, main
-from trainer.target.load import load_target, load_tokenizer
+from trainer.target.load import load_target
 
 
 def smollm2():
@@ -47,9 +49,7 @@ def test_smollm2_speaks_after_conversion(tmp_path):
     )
     assert facts.tied
     tokenizer = load_tokenizer(tmp_path / "model")
-    message = {"role": "user", "content": "What is the capital of France?"}
-    text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
-    prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+    prompt = tokenizer.prompt_ids([Message("user", "What is the capital of France?")])
     from trainer.choice import Greedy
     from trainer.speculate import alone
     from trainer.target.decode import load_decoder

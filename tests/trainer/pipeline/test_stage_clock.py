@@ -278,6 +278,47 @@ def test_a_copy_on_the_host_says_how_long_it_took() -> None:
     assert copier.mark().seconds() == 0
 
 
+def test_a_gpus_events_are_used_again_and_only_ever_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FakeEvent] = []
+
+    class FakeEvent:
+        """What CudaTimeline may use of an event: there is no `synchronize`, and a new record forgets the old."""
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            made.append(self)
+
+        def record(self, stream: str) -> None:
+            assert stream == "current of cuda:1"
+            device.launch(0.0)
+            self.at = device.done_at
+
+        def query(self) -> bool:
+            return self.at <= device.host
+
+        def elapsed_time(self, end: FakeEvent) -> float:
+            assert self.query()
+            assert end.query()
+            return (end.at - self.at) * 1e3
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: f"current of {of}")
+    device = Device()
+    timeline = timeline_of(torch.device("cuda:1"))
+    assert isinstance(timeline, CudaTimeline)
+    clock = StageClock(timeline)
+    for _ in range(100):
+        with clock.stage("forward"):
+            device.launch(2)
+        device.host += 1
+        with clock.stage("wait_states"):
+            device.host += 3  # The device needs one second of them.
+    profile = read(clock)
+    assert profile.stages == pytest.approx({"forward": 200, "wait_states": 200})
+    assert profile.interval == pytest.approx(400)
+    assert len(made) <= 6
+
+
 # ---- where backward ends and the waiting for the others begins
 
 

@@ -19,7 +19,7 @@ from trainer.pipeline.channel import PeerDied
 from trainer.pipeline.checksum import checksum
 from trainer.pipeline.layout import Role
 from trainer.pipeline.plan import RunPlan
-from trainer.pipeline.post import take_post
+from trainer.pipeline.post import Joint, take_post
 from trainer.pipeline.ring import Ring, SlotHeader
 from trainer.pipeline.session import DrafterSession
 from trainer.pipeline.world import World
@@ -76,6 +76,10 @@ def shared_session(values: dict[str, Any], directory: Path) -> Iterator[DrafterS
         yield roles.make_session(post, producer, *roles.build_drafter(post))
 
 
+# CUDA remembers a registered range: unmapped, its addresses may be given out again and would be refused.
+_kept: list[Joint | None] = []
+
+
 def run_both(values: dict[str, Any], directory: Path) -> list[ev.Event]:
     """Run a drafter here and its target in a thread, to their end; returns the drafter's events. Raises what either raised."""
     errors: list[BaseException] = []
@@ -84,6 +88,7 @@ def run_both(values: dict[str, Any], directory: Path) -> list[ev.Event]:
     def produce(plan: RunPlan) -> None:
         with take_post(plan, rank_of(0), heard[0], PhaseLog(heard[0], role=Role.TARGET, rank=0)) as post:
             assert post.joint is not None
+            _kept.append(post.joint)
             try:
                 roles.run_target(post)
             except BaseException as error:
@@ -96,6 +101,7 @@ def run_both(values: dict[str, Any], directory: Path) -> list[ev.Event]:
         target.start()
         try:
             with take_post(plan, rank_of(1), heard[1], PhaseLog(heard[1], role=Role.DRAFTER, rank=1)) as post:
+                _kept.append(post.joint)
                 roles.run_drafter(post)
         except PeerDied:
             raise errors[0] from None

@@ -81,14 +81,15 @@ class CudaMachine:
         self.device = device
         self._late = late
         self.copier: Copier = _LateCudaCopier(device) if copies in late else CudaCopier(device)
-        self._second = torch.cuda.Stream(device)
+        # Of its own, not the device's default one: both sides may be on one GPU, and must not wait for one another.
+        self._main, self._second = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        with torch.cuda.device(self.device):
+        with torch.cuda.stream(self._main):
             yield
 
     @contextlib.contextmanager

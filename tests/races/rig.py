@@ -7,6 +7,7 @@ follow from its tokens, so that what the drafter read can be compared with what 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -215,8 +216,11 @@ def late_rig(path: Path, *, mode: str, split: bool, late: tuple[str, ...], secon
     far.close()
 
 
-def _mutant(function: Callable[..., Any], text: str, instead: str) -> Mutant:
-    return Mutant(function, text, instead, check=lambda: None)
+def _mutant(owner: type, text: str, instead: str) -> Mutant:
+    """Return the mutant of the one function of a class that has this text."""
+    functions = [getattr(each, "__func__", each) for each in vars(owner).values()]
+    (found,) = (each for each in functions if inspect.isfunction(each) and text in inspect.getsource(each))
+    return Mutant(found, text, instead, check=lambda: None)
 
 
 _PACK = "            states = buffer.pack(captured, read.lengths, tokens)\n"
@@ -241,7 +245,7 @@ RACES = {
         1,
         (
             _mutant(
-                Producer.states,
+                Producer,
                 _PACK,
                 f"            {_SECOND}            with second_stream():\n    {_PACK}",
             ),
@@ -252,7 +256,7 @@ RACES = {
         2,
         (
             _mutant(
-                Publisher.publish,
+                Publisher,
                 '        done.wait_host()\n        self._clock.copied("copy_out", copied.seconds())\n',
                 "",
             ),
@@ -261,14 +265,14 @@ RACES = {
     ),
     "a row used before its copy in is done": Race(
         2,
-        (_mutant(Fetcher.fetch, f"{_VERIFY}{_COPIED}{_GIVE_BACK}", _GIVE_BACK),),
+        (_mutant(Fetcher, f"{_VERIFY}{_COPIED}{_GIVE_BACK}", _GIVE_BACK),),
         "copy in",
     ),
     "the mark taken inside the copy stream": Race(
         3,
         (
             _mutant(
-                Publisher.publish,
+                Publisher,
                 "        copied = self._copier.copy(view.states, packed.states, after=packed.ready)\n",
                 f"{_AT_ONCE}        copied = self._copier.copy(view.states, packed.states, after=at_once)\n",
             ),
@@ -279,7 +283,7 @@ RACES = {
         4,
         (
             _mutant(
-                AsyncSender.send,
+                AsyncSender,
                 "        self._jobs.put((packed, row, drafter))\n",
                 "        self._jobs.put((packed, row, drafter))\n        self._buffers.put(packed.buffer)\n",
             ),
@@ -290,7 +294,7 @@ RACES = {
         4,
         (
             _mutant(
-                Fetcher.fetch,
+                Fetcher,
                 f"{_VERIFY}{_COPIED}{_GIVE_BACK}",
                 f"{_GIVE_BACK}{_VERIFY}{_COPIED}",
             ),
@@ -301,13 +305,13 @@ RACES = {
         4,
         (
             _mutant(
-                Producer.states,
+                Producer,
                 _PACK,
                 f"            {_SECOND}            with second_stream(behind=True):\n    {_PACK}",
             ),
             # Even the copy waits for that stream: what is wrong is the next forward, which got the memory again.
             _mutant(
-                PackedStates.of.__func__,
+                PackedStates,
                 "        return cls(buffer, states, copier.mark(), proof)\n",
                 f"        {_SECOND}        with second_stream():\n            ready = copier.mark()\n"
                 "        return cls(buffer, states, ready, proof)\n",
@@ -319,7 +323,7 @@ RACES = {
         4,
         (
             _mutant(
-                Fetcher.fetch,
+                Fetcher,
                 "        done = self._copier.copy(states, view.states, after=free.mark)\n",
                 f"{_AT_ONCE}        done = self._copier.copy(states, view.states, after=at_once)\n",
             ),

@@ -101,8 +101,8 @@ class PackBuffer:
 class PackedStates:
     """States in a pack buffer, with what rule 13 computes on the device when they are packed.
 
-    `proof` i64[3]: 1 where they are finite, the checksum that they must have, 0 where nobody asked for it, and the batch, which
-    one that was read too early does not carry. It is of this row alone: in the buffer it would be overwritten together with
+    `proof` i64[3]: 1 where they are finite, the checksum that they must have, 0 where nobody asked for it, and the batch + 1,
+    which one that was read too early does not carry. It is of this row alone: in the buffer it would be overwritten together with
     the states, and a race between them never be seen.
     """
 
@@ -118,7 +118,7 @@ class PackedStates:
         """Close the row of a batch: `check` is its `captured_checksum`. Called on the stream that packed it."""
         finite = torch.isfinite(states).all().to(torch.int64)
         proof = torch.stack(
-            [finite, torch.zeros_like(finite) if check is None else check, torch.full_like(finite, batch)]
+            [finite, torch.zeros_like(finite) if check is None else check, torch.full_like(finite, batch + 1)]
         )
         return cls(buffer, states, copier.mark(), proof)
 

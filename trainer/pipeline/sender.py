@@ -58,8 +58,8 @@ class Publisher:
             into.copy_(tokens)
         done.wait_host()
         self._clock.copied("copy_out", copied.seconds())
-        finite, check, batch = self._proof.tolist()
-        if batch != row.batch:
+        finite, check, tag = self._proof.tolist()
+        if tag != row.batch + 1:
             # Read before it was made, and so were the states: a checksum that no states have but by chance tells the drafter.
             finite, check = 1, -1
         header = dataclasses.replace(header, finite=bool(finite), checksum=check)

@@ -238,6 +238,10 @@ def test_every_race_of_the_story_is_caught(device, ring_file, name, split):
 # ---- both roles of a run, in threads of this process
 
 
+# Of kernels that are compiled, or of the profiler: nothing that these tests are about.
+whatever_is_warned_of = pytest.mark.filterwarnings("ignore")
+
+
 @pytest.fixture
 def on_cuda(tiny_values, monkeypatch) -> dict[str, Any]:
     """The tiny run on GPUs; where there is one, both ranks are on it."""
@@ -248,6 +252,7 @@ def on_cuda(tiny_values, monkeypatch) -> dict[str, Any]:
     return tiny_values | {"device": "cuda", "dtype": "bfloat16", "attention_backend": "dense"}
 
 
+@whatever_is_warned_of
 @pytest.mark.parametrize("split", ["off", "on"])
 def test_every_slot_holds_the_same_bytes_in_both_modes(device, on_cuda, tmp_path, monkeypatch, split):
     values = on_cuda | {"split_fc": split}
@@ -270,6 +275,7 @@ def hot(on_cuda: dict[str, Any], make_target: Any, architecture: str) -> dict[st
     return on_cuda | {"target_model": str(target), "epochs": 3, "max_steps": LAST_HOT + 1, "profile_interval": 0}
 
 
+@whatever_is_warned_of
 @pytest.mark.timeout(600)  # Kernels are compiled, for flex once a shape.
 @pytest.mark.parametrize("attention", ["dense", "flex"])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3_5ForCausalLM"])
@@ -287,6 +293,7 @@ def test_no_step_waits_for_the_gpu(device, on_cuda, make_target, tmp_path, monke
         torch.cuda.set_sync_debug_mode("default")
 
 
+@whatever_is_warned_of
 def test_torch_raises_where_a_step_waits(device):
     x = torch.ones(4, device=device)
     torch.cuda.set_sync_debug_mode("error")
@@ -297,6 +304,7 @@ def test_torch_raises_where_a_step_waits(device):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@whatever_is_warned_of
 def test_the_profiler_counts_no_wait_and_no_copy_from_pageable_memory(
     device, on_cuda, make_target, tmp_path, monkeypatch
 ):

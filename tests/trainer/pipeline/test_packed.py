@@ -118,8 +118,8 @@ def test_a_non_finite_state_is_flagged_when_it_is_packed(value: float) -> None:
     bad = PackedStates.of(
         buffer(False), buffer(False).pack(layers, [5, 3], 16), HostCopier(), batch=9, check=torch.tensor(-7)
     )
-    assert good.proof.tolist() == [1, 0, 8]
-    assert bad.proof.tolist() == [0, -7, 9]
+    assert good.proof.tolist() == [1, 0, 9]
+    assert bad.proof.tolist() == [0, -7, 10]
 
 
 def test_padding_of_the_target_never_reaches_the_drafter() -> None:

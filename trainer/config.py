@@ -59,6 +59,7 @@ class TrainConfig:
     drafter_ffn: int = _key(0, "width of the SwiGLU; 0: the target's", group="model", low=0)
     drafter_rope_theta: float = _key(0.0, "RoPE base; 0: the target's", group="model", low=0)
     init_from_target: str = _key("off", "start the drafter's layers from the target's last ones", group="model", choices=ON_OFF)
+    init_from_drafter: str = _key("", "start from an exported drafter for the same target, such as a published one", group="model")
 
     data_dir: str = _key("", "tokenised directory, parquet, arrow or JSONL", group="data")
     held_out_dir: str = _key("", "tokenised data to measure before each checkpoint, never trained on; the checkpoint with its lowest loss stays as best", group="data")
@@ -192,6 +193,8 @@ def _rules(c: TrainConfig) -> list[tuple[bool, str, str, str]]:
          "layer ids must ascend", "sort them and name each once"),
         (bool(c.layer_types) and len(c.layer_types) != c.drafter_layers, "layer_types",
          f"drafter_layers is {c.drafter_layers}", "name one kind for each layer, or none"),
+        (bool(c.init_from_drafter) and c.init_from_target == "on", "init_from_drafter", "init_from_target is on: it has one start",
+         "leave one of the two out"),
         (c.attention_backend == "flex" and c.device == "cpu", "attention_backend",
          "flex_attention has no backward on a CPU", "leave it at auto, or set dense"),
         (c.beta1 == 1, "beta1", "AdamW's mean of gradients would never move from 0", "0.9 is usual"),
@@ -334,7 +337,7 @@ def parse_set(assignment: str) -> tuple[str, Any]:
 # A configuration has fifty lines; a device file or a model given by mistake would be read until memory ends.
 _LARGEST_FILE = 1 << 20
 
-PATH_KEYS = ("target_model", "data_dir", "held_out_dir", "output_dir", "resume")
+PATH_KEYS = ("target_model", "data_dir", "held_out_dir", "init_from_drafter", "output_dir", "resume")
 """Keys that name a place on a disk."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Mapping
@@ -10,22 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from remote.protocol.errors import preflight_error
 from trainer.checkpoint_files import DRAFTER_CONFIG_FILE, DRAFTER_FILE, STATE_FILE, TrainerState, read_state
 from trainer.config import TrainConfig
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.fresh import fresh_drafter
-from trainer.drafter.model import Drafter
-from trainer.export_speculators import speculators_config, zlab_of
+from trainer.export_speculators import speculators_config
+from trainer.exported import check_state, load_exported, read_state_file
 from trainer.model_card import Card
 from trainer.target.facts import HYBRID, read_config
 from trainer.target.new_directory import new_directory
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LAYOUTS = ("zlab", "speculators")
+__all__ = ["DTYPES", "LAYOUTS", "export_drafter", "load_checkpoint", "load_exported"]
 
 
 def export_drafter(
@@ -47,7 +48,7 @@ def export_drafter(
     """
     if dtype not in DTYPES:
         raise preflight_error(f"unknown dtype {dtype!r}", hint=f"one of {', '.join(DTYPES)}")
-    _check_state(state, config)
+    check_state(state, config)
     tensors = {name: tensor.detach().to("cpu", DTYPES[dtype]).contiguous() for name, tensor in state.items()}
     # After the cast: float16 overflows at 65,504, and an engine would serve the infinity.
     overflowed = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
@@ -63,34 +64,6 @@ def export_drafter(
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         if card:
             (directory / "README.md").write_text(card, encoding="utf-8")
-
-
-def load_exported(directory: Path, dtype: torch.dtype = torch.float32, num_target_layers: int | None = None) -> Drafter:
-    """Return the drafter of an exported directory, in either layout, on the CPU, in `dtype`, in eval mode.
-
-    `num_target_layers` is the target's, for directories of others whose config.json does not name it.
-
-    Raises:
-        DflashError: files missing or damaged, names or shapes wrong, or tensors of another type than config.json says
-            (code 7).
-    """
-    raw = read_config(directory)
-    if "speculators_model_type" in raw:
-        raw = zlab_of(raw)
-    config = DrafterConfig.from_zlab(raw, num_target_layers)
-    state = _read_state(directory / "model.safetensors")
-    _check_state(state, config)
-    # vLLM casts to what config.json says; a file that lies there is a drafter with other weights.
-    types = {str(tensor.dtype).removeprefix("torch.") for tensor in state.values()}
-    # transformers 4 called it torch_dtype; a file that says nothing is believed.
-    said = raw.get("dtype") or raw.get("torch_dtype")
-    if said is not None and types != {str(said).removeprefix("torch.")}:
-        raise preflight_error(
-            f"{directory} is inconsistent",
-            cause=f"config.json says dtype {said}, the tensors are {', '.join(sorted(types))}",
-            hint="export it again",
-        )
-    return _build(config, state, dtype)
 
 
 def load_checkpoint(directory: Path) -> tuple[dict[str, torch.Tensor], DrafterConfig]:
@@ -110,7 +83,7 @@ def load_checkpoint(directory: Path) -> tuple[dict[str, torch.Tensor], DrafterCo
         config = DrafterConfig.from_zlab(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as problem:
         raise preflight_error(f"{path} is no JSON", cause=str(problem)) from problem
-    return _read_state(directory / DRAFTER_FILE), config
+    return read_state_file(directory / DRAFTER_FILE), config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
     trainer_state = read_state(arguments.checkpoint) if (arguments.checkpoint / STATE_FILE).is_file() else None
     if arguments.untrained:
         trained_with = TrainConfig.from_record(read_state(arguments.checkpoint).config, "the checkpoint")
-        state = fresh_drafter(trained_with).state_dict()
+        # Before the first step of all, where this run was resumed.
+        state = fresh_drafter(dataclasses.replace(trained_with, resume="")).state_dict()
     target = arguments.target_name or str(trainer_state.config.get("target_model", "") if trainer_state else "")
     if not target:
         raise preflight_error(
@@ -173,43 +147,3 @@ def _architectures(target: str, state: TrainerState | None) -> tuple[str, ...]:
         if (directory / "config.json").is_file():
             return tuple(read_config(directory).get("architectures") or ())
     return (noted,) if noted else ()
-
-
-def _read_state(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as problem:
-        raise preflight_error(f"cannot read {path}", cause=str(problem), hint="the file is missing or cut off") from (
-            problem
-        )
-
-
-def _check_state(state: Mapping[str, torch.Tensor], config: DrafterConfig) -> None:
-    # Shapes only; the 27B drafter's 1.7 billion parameters are not allocated for the comparison.
-    with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in Drafter(config).state_dict().items()}
-    wrong = _first_difference(state, expected)
-    if wrong:
-        raise preflight_error(
-            "the state is not that of the configured drafter",
-            cause=wrong,
-            hint="names carry no prefix; embedding and head are the target's",
-        )
-
-
-def _first_difference(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size]) -> str:
-    for name in sorted(state.keys() | expected.keys()):
-        if name not in expected:
-            return f"unexpected tensor {name}"
-        if name not in state:
-            return f"missing tensor {name}"
-        if state[name].shape != expected[name]:
-            return f"{name} is {list(state[name].shape)}, the configuration says {list(expected[name])}"
-    return ""
-
-
-def _build(config: DrafterConfig, state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Drafter:
-    with torch.device("meta"):
-        drafter = Drafter(config)
-    drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, strict=True, assign=True)
-    return drafter.eval().requires_grad_(False)

@@ -15,8 +15,8 @@ from trainer.drafter.config import FULL, SLIDING, DrafterConfig
 # How it was trained, as far as another run would have to say it again.
 _RECIPE = (
     "data_dir", "max_length", "token_budget", "num_anchors", "objective", "gamma", "dpace_alpha", "kl_weight", "noise_std",
-    "loss_vocab_extra", "init_from_target", "lr", "warmup_ratio", "weight_decay", "beta1", "beta2", "max_grad_norm",
-    "micro_batches_per_step", "epochs", "max_steps", "dtype", "seed",
+    "loss_vocab_extra", "init_from_target", "init_from_drafter", "lr", "warmup_ratio", "weight_decay", "beta1", "beta2",
+    "max_grad_norm", "micro_batches_per_step", "epochs", "max_steps", "dtype", "seed",
 )  # fmt: skip
 HYBRID_FLAGS = "--mamba-scheduler-strategy extra_buffer"
 """What SGLang needs for a hybrid target: its recurrent state is kept in a second buffer, to be taken back."""

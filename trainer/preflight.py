@@ -18,6 +18,7 @@ from trainer.config import TrainConfig
 from trainer.data.documents import Dataset, open_dataset
 from trainer.data.schedule import Packing, Schedule
 from trainer.drafter.config import DrafterConfig, derive
+from trainer.exported_files import check_start_from
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.slots import ITEM_BYTES, slot_bytes
 from trainer.target.facts import TargetFacts, target_facts
@@ -257,6 +258,8 @@ def preflight(config: TrainConfig, output_dir: Path | None, *, devices: bool = T
             wrong.note(functools.partial(check_mask_token, config.mask_token_id, place, each))
     if facts is not None and drafter is not None:
         wrong.note(lambda: check_start(config, facts, drafter))
+    if drafter is not None and config.init_from_drafter and not config.resume:
+        wrong.note(lambda: check_start_from(Path(config.init_from_drafter), drafter))
     if drafter is not None and output_dir is not None:
         wrong.note(lambda: check_space(config, drafter, output_dir, freed_shm))
     wrong.raise_all()

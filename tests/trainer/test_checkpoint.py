@@ -459,7 +459,7 @@ def test_every_key_is_known_to_be_binding_or_free() -> None:
     from trainer.checkpoint_files import _BINDING
 
     free = {
-        "target_model", "held_out_dir", "init_from_target", "data_dir",
+        "target_model", "held_out_dir", "init_from_target", "init_from_drafter", "data_dir",
         "attention_backend", "objective_rows", "on_nan", "device", "target_gpus", "drafter_gpus",
         "threads", "transfer", "split_fc", "ring_mib", "verify_copies", "profile_interval", "trace_steps", "collective_timeout",
         "stall_timeout", "output_dir", "checkpoint_every", "keep_checkpoints", "resume",

@@ -9,22 +9,28 @@ import torch
 from trainer.config import TrainConfig
 from trainer.drafter.model import Drafter
 from trainer.drafter.start import start_from_target
+from trainer.exported import load_exported
 from trainer.preflight import drafter_config
 from trainer.target.facts import target_facts
 from trainer.target.weights import last_layers
 
 
 def fresh_drafter(config: TrainConfig) -> Drafter:
-    """Return a float32 drafter on the CPU, drawn from the run's seed or started from the target's last layers.
+    """Return a float32 drafter on the CPU: drawn from the run's seed, started from the target's last layers or from a drafter.
+
+    A resumed run has its weights elsewhere: the drafter that it once started from may be gone.
 
     Raises:
-        DflashError: target or configuration do not fit (code 7).
+        DflashError: target, drafter or configuration do not fit (code 7).
     """
     facts = target_facts(Path(config.target_model))
     torch.manual_seed(config.seed)
     drafter = Drafter(drafter_config(config, facts))
     if config.init_from_target == "on":
         start_from_target(drafter, *last_layers(facts, config.drafter_layers))
+    if config.init_from_drafter and not config.resume:
+        earlier = load_exported(Path(config.init_from_drafter), num_target_layers=facts.num_layers)
+        drafter.load_state_dict(earlier.state_dict())
     return drafter
 
 

@@ -103,6 +103,8 @@ def _session(bad: BadBatch, changes: Mapping[str, Any], scratch: Path) -> Iterat
         "held_out_dir": "",
         "output_dir": "",
         "resume": "",
+        # The weights that the batch met lie beside it.
+        "init_from_drafter": "",
     }
     layout = RunLayout(scratch / new_run_id())
     layout.create()

@@ -17,9 +17,7 @@ _RESULTS = (Lifecycle.FINISHED, Lifecycle.STOPPED, Lifecycle.FAILED)
 _ERROR_FILE = re.compile(r"rank-(-1|[0-9]{1,6})\.json")
 AGENT = "agent"
 """`by` of a stop verb that stood in for a dead supervisor."""
-UNKNOWN = -1
-"""`blames` of an error record that names no other rank."""
-_SENTENCES = (DflashError.__name__, "Stalled")
+_SENTENCES = (DflashError.__name__, "Stalled", "OutOfMemory")
 LEADER = -1
 """Rank number of the leader's own error record."""
 
@@ -102,14 +100,13 @@ def rank_errors(run: RunLayout) -> dict[int, RankError]:
 
 
 def told_of(run: RunLayout, failed_rank: int | None) -> RankError | None:
-    """Return the record that tells of a failed rank (None: the leader): its own, else that of a rank that blames it.
+    """Return the record that tells of a failed rank: its own, else that of a rank that blames it.
 
-    A frozen rank files nothing; who found it so does.
+    A frozen rank files nothing; who found it so does. None: the leader's, or that of ranks that all wait for each other.
     """
     errors = rank_errors(run)
-    if failed_rank is None:
-        return errors.get(LEADER)
-    return errors.get(failed_rank) or next((each for each in errors.values() if each.blames == failed_rank), None)
+    failed = LEADER if failed_rank is None else failed_rank
+    return errors.get(failed) or next((each for each in errors.values() if each.blames == failed), None)
 
 
 def read_stop(run: RunLayout) -> StopRequest | None:
@@ -175,8 +172,8 @@ def _blame(run: RunLayout, story: Story, ending: Ending) -> tuple[int | None, st
         # A DflashError is a sentence for people already.
         said = first.message if first.kind in _SENTENCES else f"{first.kind}: {first.message}"
         message = f"{said} ({first.cause})" if first.cause else said
-        rank = first.rank if first.blames == UNKNOWN else first.blames
-        return None if rank == LEADER else rank, message, first.traceback
+        rank = first.rank if first.blames is None else first.blames
+        return rank if rank >= 0 else None, message, first.traceback
     return None, _leader_message(ending), ""
 
 
@@ -190,8 +187,8 @@ def _killed(errors: dict[int, RankError], first: RankError | None, ending: Endin
     if dead is not None and dead not in errors and before:
         return dead
     # Its peers may be seen to end before it is.
-    lost = first.blames if first is not None and first.consequence else UNKNOWN
-    return lost if lost != UNKNOWN and lost not in errors else None
+    lost = first.blames if first is not None and first.consequence else None
+    return lost if lost not in errors else None
 
 
 def _leader_message(ending: Ending) -> str:

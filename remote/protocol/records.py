@@ -134,7 +134,7 @@ class RankError:
     """errors/rank-N.json: what ended one rank, written by that rank.
 
     `consequence`: the loss of another rank ended it, so it is not the cause while any other is known. `blames`: the rank
-    that it holds responsible, -1 for itself or where it cannot tell.
+    that it holds responsible, None for itself or where it cannot tell, -1 for none in particular.
     """
 
     rank: int
@@ -149,7 +149,7 @@ class RankError:
     hint: str = ""
     code: int = 1
     consequence: bool = False
-    blames: int = -1
+    blames: int | None = None
     schema: int = SCHEMA
 
 

@@ -47,9 +47,9 @@ class SlotMessage:
 
 
 class PeerDied(Exception):
-    """The process at the other end of a pair ended without saying goodbye. `rank`: its global rank, -1 if unknown."""
+    """The process at the other end of a pair ended without saying goodbye. `rank`: its global rank, None if unknown."""
 
-    def __init__(self, peer: str, rank: int = -1) -> None:
+    def __init__(self, peer: str, rank: int | None = None) -> None:
         super().__init__(peer)
         self.rank = rank
 
@@ -57,7 +57,9 @@ class PeerDied(Exception):
 class PairChannel:
     """A connected pair socket. `rank` is the peer's; `pulse` is told of every wait for it."""
 
-    def __init__(self, connection: socket.socket, peer: str, *, rank: int = -1, pulse: Pulse | None = None) -> None:
+    def __init__(
+        self, connection: socket.socket, peer: str, *, rank: int | None = None, pulse: Pulse | None = None
+    ) -> None:
         self._socket = connection
         self._peer_left = False
         self._pulse = pulse or Pulse()
@@ -128,7 +130,7 @@ def listen(address: Path) -> socket.socket:
 
 
 def accept(
-    listener: socket.socket, peer: str, timeout: float, *, rank: int = -1, pulse: Pulse | None = None
+    listener: socket.socket, peer: str, timeout: float, *, rank: int | None = None, pulse: Pulse | None = None
 ) -> PairChannel:
     """Accept the peer and close the listener. Raises TimeoutError after `timeout` seconds."""
     pulse = pulse or Pulse()
@@ -139,7 +141,9 @@ def accept(
     return PairChannel(connection, peer, rank=rank, pulse=pulse)
 
 
-def connect(address: Path, peer: str, timeout: float, *, rank: int = -1, pulse: Pulse | None = None) -> PairChannel:
+def connect(
+    address: Path, peer: str, timeout: float, *, rank: int | None = None, pulse: Pulse | None = None
+) -> PairChannel:
     """Connect to a peer that may not listen yet. Raises TimeoutError after `timeout` seconds."""
     pulse = pulse or Pulse()
     deadline = time.monotonic() + timeout

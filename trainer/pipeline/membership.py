@@ -73,7 +73,7 @@ def file_error(
     device: str,
     phase: str,
     time: float,
-    blames: int = -1,
+    blames: int | None = None,
 ) -> None:
     """Write errors/rank-N.json: what ended this rank. Where that cannot be written, the log must do."""
     known = error if isinstance(error, DflashError) else None
@@ -111,11 +111,9 @@ class Filing:
 
     def file(self, error: BaseException) -> None:
         """Write errors/rank-N.json."""
-        blames = -1
-        if isinstance(error, PeerDied):
-            blames = error.rank
-        elif isinstance(error, Stalled) and error.local_rank >= 0:
-            blames = self.rank - self.local_rank + error.local_rank
+        blames = error.rank if isinstance(error, PeerDied) else None
+        if isinstance(error, Stalled):
+            blames = -1 if error.local_rank is None else self.rank - self.local_rank + error.local_rank
         file_error(
             self.run,
             error,

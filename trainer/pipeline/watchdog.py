@@ -35,9 +35,9 @@ _FILING_SECONDS = 10.0
 
 
 class Stalled(DflashError):
-    """Nothing gets on any more. `local_rank`: who stands still, -1 if all wait for each other."""
+    """Nothing gets on any more. `local_rank`: who stands still, None if all wait for each other."""
 
-    def __init__(self, local_rank: int, error: str, *, cause: str) -> None:
+    def __init__(self, local_rank: int | None, error: str, *, cause: str) -> None:
         super().__init__(
             error,
             cause=cause,
@@ -79,7 +79,7 @@ def judge(vitals: Mapping[int, Vitals], me: int, ranks: int, *, now: float, sinc
     absent = [f"local rank {rank} has not begun" for rank in range(ranks) if rank not in vitals]
     places = [f"{each.name}: {each.doing}" + (f", waits for {each.awaits}" if each.awaits else "") for each in living]
     return Stalled(
-        -1, f"no rank gets on since {still:.0f} s, and each waits for another", cause="; ".join(places + absent)
+        None, f"no rank gets on since {still:.0f} s, and each waits for another", cause="; ".join(places + absent)
     )
 
 

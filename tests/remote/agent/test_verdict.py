@@ -120,7 +120,7 @@ def test_a_rank_that_died_without_a_word_is_the_cause_whatever_the_others_say(ru
     assert record.message.startswith("rank 1 (target) died without a word: killed from outside")
 
 
-def lose(run: RunLayout, rank: int, time: float, *, blames: int = -1) -> None:
+def lose(run: RunLayout, rank: int, time: float, *, blames: int | None = None) -> None:
     write_json(
         run.error(rank),
         RankError(
@@ -167,6 +167,14 @@ def test_a_frozen_rank_is_the_failed_one_in_the_words_of_who_found_it(run):
     assert (record.failed_rank, record.message) == (0, "target 0 gives no sign of life (frozen)")
     assert told_of(run, 0) == told_of(run, 1) == found
     assert told_of(run, 2) is told_of(run, None) is None
+
+
+def test_where_all_wait_for_each_other_none_is_the_failed_one(run):
+    found = RankError(1, "drafter", "cpu", "training", "Stalled", "no rank gets on", "", 5.0, cause="c", blames=-1)
+    write_json(run.error(1), found)
+    record = judge(run, told(), Ending("trainer", returncode=1, first_dead=1, first_dead_at=5.1))
+    assert (record.failed_rank, record.message) == (None, "no rank gets on (c)")
+    assert told_of(run, None) == found
 
 
 def test_out_of_memory_is_named(run):

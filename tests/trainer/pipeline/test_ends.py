@@ -34,7 +34,9 @@ PLACES = {
     "loading, drafter": (DRAFTER, "trainer.pipeline.roles:fresh_drafter", 1),
     "training, target": (TARGET, "trainer.pipeline.target_side:Producer.states", 26),
     "training, drafter": (DRAFTER, "trainer.pipeline.session:build_blocks", 12),
+    "training, drafter backward": (DRAFTER, "torch:Tensor.backward", 12),
     "saving, drafter": (WRITER, "trainer.checkpoint:save", 2),
+    "reducing, drafter": (DRAFTER, "trainer.pipeline.world:World.sum_over_drafters", 4),
     "finishing, target": (TARGET, "trainer.pipeline.sender:Publisher.close", 1),
     "finishing, drafter": (DRAFTER, "trainer.pipeline.session:DrafterSession.close", 1),
 }
@@ -133,7 +135,18 @@ def test_a_run_ends_and_names_rank_and_place(broken: Callable[..., Judged], what
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", PLACES)
+def test_ranks_that_all_wait_for_each_other_end_with_everybodys_place(broken: Callable[..., Judged]) -> None:
+    # Where it hangs it could as well be waiting: from outside a collective cannot be told from who does not come to it.
+    ended = broken("hang", "reducing, drafter")
+    assert ended.record.failed_rank is None
+    assert ended.record.message.startswith("no rank gets on since")
+    for name in ("target 0", "target 1", "drafter 0", "drafter 1"):
+        assert f"{name} (rank " in ended.record.message
+    assert "training: all_reduce, waits for the other drafters" in ended.record.message
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", [place for place in PLACES if not place.startswith("reducing")])
 @pytest.mark.parametrize("what", ["raise", "hang", "kill", "freeze"])
 def test_wherever_it_happens(broken: Callable[..., Judged], trained: Start, what: str, place: str) -> None:
     ended = broken(what, place)

@@ -144,15 +144,15 @@ class DistError(RuntimeError):
     ("error", "consequence", "blames"),
     [
         (PeerDied("target 1 (rank 5)", rank=5), True, 5),
-        (type("DistBackendError", (DistError,), {})("NCCL communicator was aborted"), True, -1),
-        (RuntimeError("[x/gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:29"), True, -1),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), False, -1),
+        (type("DistBackendError", (DistError,), {})("NCCL communicator was aborted"), True, None),
+        (RuntimeError("[x/gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:29"), True, None),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False, None),
         (Stalled(1, "target 1 stands still", cause="c"), False, 5),
-        (Stalled(-1, "no rank gets on", cause="c"), False, -1),
+        (Stalled(None, "no rank gets on", cause="c"), False, -1),
     ],
 )
 def test_what_follows_from_another_ranks_end_is_filed_as_that(
-    tmp_path: Path, error: Exception, consequence: bool, blames: int
+    tmp_path: Path, error: Exception, consequence: bool, blames: int | None
 ) -> None:
     # The second machine's third rank, of four on each.
     run = RunLayout(tmp_path)

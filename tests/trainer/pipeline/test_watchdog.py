@@ -87,7 +87,7 @@ def test_ranks_that_all_wait_end_at_twice_the_bound_with_everybodys_place() -> N
     assert found({0: at(waiting, moved=300), 1: at(DRAFTER, moved=401)}, 0) is None
     stalled = found({0: at(waiting, moved=300), 1: at(DRAFTER, moved=400)}, 0, ranks=3)
     assert stalled is not None
-    assert stalled.local_rank == -1
+    assert stalled.local_rank is None
     assert "target 0 (rank 0, cpu): training: wait_buffer, waits for drafter 0 (rank 1)" in stalled.cause
     assert "drafter 0 (rank 1, cpu): training: wait_states, waits for target 0 (rank 0)" in stalled.cause
     assert "local rank 2 has not begun" in stalled.cause

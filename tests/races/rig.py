@@ -219,8 +219,8 @@ def late_rig(path: Path, *, mode: str, split: bool, late: tuple[str, ...], secon
 def _mutant(owner: type, text: str, instead: str) -> Mutant:
     """Return the mutant of the one function of a class that has this text."""
     functions = [getattr(each, "__func__", each) for each in vars(owner).values()]
-    # Those that dataclasses made have no file.
-    written = [each for each in functions if inspect.isfunction(each) and each.__code__.co_filename.endswith(".py")]
+    file = inspect.getfile(owner)  # Those that dataclasses made are in none.
+    written = [each for each in functions if inspect.isfunction(each) and each.__code__.co_filename == file]
     (found,) = (each for each in written if text in inspect.getsource(each))
     return Mutant(found, text, instead, check=lambda: None)
 

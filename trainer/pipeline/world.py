@@ -53,7 +53,8 @@ class World:
         if self.drafter_count > 1:
             with self.meeting():
                 distributed.all_reduce(flag, op=distributed.ReduceOp.MIN, group=self.drafters)
-        return bool(flag.item())
+                return bool(flag.item())  # NCCL waits here.
+        return yes
 
     def sum_over_drafters(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all drafters, in place."""

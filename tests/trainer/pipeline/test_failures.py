@@ -119,8 +119,8 @@ def test_a_rank_that_raises_is_filed_and_ends_the_run(launch: Callable[..., Laun
     source = copied_trainer(
         tmp_path / "source",
         "trainer/pipeline/target_side.py",
-        "            states = producer.states(read, buffer)\n",
-        "            states = producer.states(read, bucket_ids)  # noqa: F821\n",
+        "producer.states(read, buffer,",
+        "producer.states(read, bucket_ids,",
     )
     run = launch(source, target_gpus=[0], drafter_gpus=[1])
     assert run.process.wait(90) != 0

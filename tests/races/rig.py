@@ -227,7 +227,7 @@ def _mutant(owner: type, text: str, instead: str) -> Mutant:
 
 _PACK = "            states = buffer.pack(captured, read.lengths, tokens)\n"
 _AT_ONCE = "        with self._copier.beside():\n            at_once = self._copier.mark()\n"
-_VERIFY = "        self._verify(row, states, done)\n"
+_VERIFY = "        row = self._verify(row, states, done)\n"
 _COPIED = '        self._clock.copied("copy_in", done.seconds())\n'
 _GIVE_BACK = "        channel.send(SlotMessage(MessageKind.FREE, message.slot, message.batch))\n"
 _SECOND = "from races.rig import second_stream\n"

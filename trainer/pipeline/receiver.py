@@ -6,7 +6,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -100,21 +100,22 @@ class Fetcher:
             arrival.target,
         )
         self.settle(free)
-        self._verify(row, states, done)
+        row = self._verify(row, states, done)
         self._clock.copied("copy_in", done.seconds())
         channel.send(SlotMessage(MessageKind.FREE, message.slot, message.batch))
         return row
 
-    def _verify(self, row: PackedRow, states: torch.Tensor, arrived: Mark) -> None:
-        """Wait until the states have arrived, and compare those of a verified batch."""
+    def _verify(self, row: PackedRow, states: torch.Tensor, arrived: Mark) -> PackedRow:
+        """Wait until the states have arrived, and compare those of a verified batch; what is wrong is not looked at again."""
         if row.checksum is None:
             arrived.wait_host()
-            return
+            return row
         with self._copier.beside():
             # On the copy stream, behind the copy: the training stream does not wait for it.
             seen = checksum(states).reshape(1)
         self._copier.copy(self._seen, seen, after=arrived).wait_host()
-        self._compare(row, self._seen, f"wrong on {self._here}")
+        right = self._compare(row, self._seen, f"wrong on {self._here}")
+        return row if right else replace(row, checksum=None)
 
     def release(self, row: PackedRow, buffer: PackBuffer) -> Released:
         """Return the leave of a row's buffer, on the stream that read it; nothing enqueued from now on may read it.
@@ -138,11 +139,13 @@ class Fetcher:
             )
             self._landings.append(released.used)
 
-    def _compare(self, row: PackedRow, seen: torch.Tensor, otherwise: str) -> None:
-        if int(seen) % (1 << 64) != row.checksum:
-            packed = "finite" if row.packed_finite else "not finite"
-            where = self._targets[row.target]
-            self._alarm(f"batch {row.row.batch}: {packed} when packed on {where}, {otherwise}", row.row.step)
+    def _compare(self, row: PackedRow, seen: torch.Tensor, otherwise: str) -> bool:
+        if int(seen) % (1 << 64) == row.checksum:
+            return True
+        packed = "finite" if row.packed_finite else "not finite"
+        where = self._targets[row.target]
+        self._alarm(f"batch {row.row.batch}: {packed} when packed on {where}, {otherwise}", row.row.step)
+        return False
 
     def close(self) -> None:
         """Say goodbye to every target and wait for its goodbye."""
@@ -177,11 +180,12 @@ class SyncReceiver:
         self._fetcher = fetcher
         self._arrivals = arrivals
         self._buffer = buffer
-        self._free = Released(copier.mark())
+        self._copier = copier
+        self._free: Released | None = None
 
     def receive(self, batch: int) -> PackedRow:
-        # Given up before the fetch: one that ends the stream has looked at what it carries.
-        free, self._free = self._free, Released(self._free.mark)
+        # None before the first row, and given up before the fetch: one that ends the stream has looked at what it carries.
+        free, self._free = self._free or Released(self._copier.mark()), None
         row = self._fetcher.fetch(next(self._arrivals), self._buffer, free=free)
         _expect(row, batch)
         return row
@@ -190,7 +194,8 @@ class SyncReceiver:
         self._free = self._fetcher.release(row, self._buffer)
 
     def close(self) -> None:
-        self._fetcher.settle(self._free)
+        if self._free is not None:
+            self._fetcher.settle(self._free)
         self._fetcher.close()
         self._fetcher.wait_closed()
 
@@ -204,14 +209,16 @@ class PrefetchReceiver:
         self._fetcher = fetcher
         self._arrivals = arrivals
         self._free: queue.SimpleQueue[tuple[PackBuffer, Released] | None] = queue.SimpleQueue()
-        for buffer in buffers:
-            self._free.put((buffer, Released(copier.mark())))
+        self._buffers = buffers
+        self._copier = copier
         self._rows: queue.SimpleQueue[tuple[PackedRow, PackBuffer] | BaseException] = queue.SimpleQueue()
         self._held: dict[int, PackBuffer] = {}
+        # Begins with the first row that is asked for: until then the buffers are the warm-up's.
         self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
-        self._thread.start()
 
     def receive(self, batch: int) -> PackedRow:
+        if self._thread.ident is None:
+            self._begin()
         item = self._rows.get()
         if isinstance(item, BaseException):
             self._rows.put(item)  # So for every later call.
@@ -221,6 +228,11 @@ class PrefetchReceiver:
         self._held[batch] = buffer
         return row
 
+    def _begin(self) -> None:
+        for buffer in self._buffers:
+            self._free.put((buffer, Released(self._copier.mark())))
+        self._thread.start()
+
     def release(self, row: PackedRow) -> None:
         buffer = self._held.pop(row.row.batch)
         self._free.put((buffer, self._fetcher.release(row, buffer)))
@@ -229,7 +241,8 @@ class PrefetchReceiver:
         # The goodbye makes the targets say theirs, which ends a fetch that waits; None ends one that waits for a buffer.
         self._fetcher.close()
         self._free.put(None)
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         while not self._free.empty():
             if (item := self._free.get()) is not None:
                 self._fetcher.settle(item[1])

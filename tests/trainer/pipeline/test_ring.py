@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from trainer.pipeline.checksum import checksum
 from trainer.pipeline.ring import Ring, SlotHeader
-from trainer.pipeline.slots import ALIGNMENT, aligned, create_ring_file, is_sampled, slot_bytes
+from trainer.pipeline.slots import ALIGNMENT, aligned, create_ring_file, is_sampled, is_verified, slot_bytes
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -179,3 +179,12 @@ def test_the_sample_is_one_in_64_and_meets_every_pair() -> None:
     sampled = [batch for batch in range(64 * 200) if is_sampled(batch)]
     assert 150 < len(sampled) < 250
     assert {(batch % 5, batch % 3) for batch in sampled} == {(t, d) for t in range(5) for d in range(3)}
+
+
+def test_who_is_verified_follows_from_the_setting_and_the_batch_alone() -> None:
+    # Both ends ask for themselves; a number that has to come with the states could be lost with them.
+    batches = range(500)
+    assert [batch for batch in batches if is_verified("sample", batch)] == [
+        each for each in batches if is_sampled(each)
+    ]
+    assert all(is_verified("all", batch) and not is_verified("off", batch) for batch in batches)

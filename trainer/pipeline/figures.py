@@ -33,7 +33,8 @@ class StepSums:
         sizes = [_HEAD, _METRICS + 2 * block_size, micro_batches, micro_batches]
         self.values = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         _, self._metrics, self._states, self._losses = self.values.split(sizes)
-        self.values[2] = float(stop_wanted)
+        # Not `values[2] = ...`, which would copy the number from pageable memory, and wait.
+        self.values[2].fill_(float(stop_wanted))
 
     def add(self, sums: ObjectiveSums, packed: PackedRow) -> None:
         """Add a micro-batch with the states that it was made from."""

@@ -38,7 +38,10 @@ class Vitals:
             self.moved,
             self.limit,
             self.ended,
-            *(text.encode()[:size] for text, size in ((self.name, 64), (self.doing, 224), (self.awaits, 64))),
+            *(
+                text.encode(errors="replace")[:size]
+                for text, size in ((self.name, 64), (self.doing, 224), (self.awaits, 64))
+            ),
         )
 
     @classmethod
@@ -68,7 +71,7 @@ class Board:
     def read(self) -> dict[int, Vitals]:
         """Return the records of the ranks that have begun."""
         records = {rank: Vitals.unpack(self._map[self._place(rank)]) for rank in range(self._ranks)}
-        return {rank: each for rank, each in records.items() if each.seen > 0}
+        return {rank: each for rank, each in records.items() if each.seen > 0 and each.limit > 0}
 
     def _place(self, local_rank: int) -> slice:
         return slice(local_rank * _RECORD.size, (local_rank + 1) * _RECORD.size)

@@ -139,15 +139,13 @@ class Watchdog:
         self._thread.start()
         try:
             yield
-            # The others need not mind that nothing comes any more. A rank that fails is the launcher's to notice.
-            self._board.write(self._ward.local_rank, self._vitals(ended=True))
         finally:
             self._end.set()
             self._thread.join()
             # torch's and the driver's own ends can hang, and the launcher waits for every rank.
             faulthandler.dump_traceback_later(self._ward.stall_timeout * _ELSEWHERE, exit=True)
 
-    def _vitals(self, *, ended: bool = False) -> Vitals:
+    def _vitals(self) -> Vitals:
         phase, detail = self._ward.phases.current, self._ward.phases.detail
         place = f"{phase} ({detail})" if detail else phase
         doing = self._pulse.doing()
@@ -158,7 +156,6 @@ class Watchdog:
             limit=self._ward.stall_timeout * _PATIENCE.get(phase, _ELSEWHERE),
             doing=f"{place}: {doing}" if doing else place,
             awaits=self._pulse.awaited(),
-            ended=ended,
         )
 
     def _look(self) -> None:
@@ -169,6 +166,14 @@ class Watchdog:
         self._board.write(self._ward.local_rank, self._vitals())
 
     def _watch(self) -> None:
+        try:
+            self._keep_looking()
+        finally:
+            # Whom nobody watches must not be found silent: the rank has ended, or failed, which the launcher notices.
+            now = time.monotonic()
+            self._board.write(self._ward.local_rank, Vitals(self._ward.name, now, now, 1.0, "", ended=True))
+
+    def _keep_looking(self) -> None:
         since = last = time.monotonic()
         while not self._end.wait(self._pause):
             now = time.monotonic()

@@ -222,6 +222,17 @@ class TestWatch:
             assert watch.wait(5.0) is False
             assert watch.first_dead == 1
 
+    def test_of_two_at_once_the_one_that_filed_nothing(self, run, processes):
+        run.error(0).write_text("{}")
+        with Watch(run, ProcessIdentity.of(processes[0].pid)) as watch:
+            assert watch.wait(0.0) is False
+            for process in processes[1:]:
+                process.kill()
+                process.wait()
+            assert watch.wait(5.0) is False
+            assert watch.first_dead == 1
+            assert watch.first_dead_at == pytest.approx(time.time(), abs=60)
+
     def test_the_leaders_end(self, run, processes):
         with Watch(run, ProcessIdentity.of(processes[0].pid)) as watch:
             processes[0].kill()

@@ -118,6 +118,11 @@ def test_no_record_is_unreadable(data: bytes) -> None:
     Vitals.unpack(data)
 
 
+def test_a_path_that_is_no_unicode_can_be_written_down() -> None:
+    vitals = at(TARGET, doing="loading (target /models/\udcff on cuda:0)")
+    assert Vitals.unpack(vitals.pack()).doing == "loading (target /models/? on cuda:0)"
+
+
 def test_the_board_outlives_its_name_and_shows_who_has_begun(tmp_path: Path) -> None:
     one, other = Board(tmp_path / "board", 3), Board(tmp_path / "board", 3)
     (tmp_path / "board").unlink()
@@ -156,20 +161,22 @@ class Phases:
     current = "saving" if what == "save" else "training"
     detail = "step 3" if what == "save" else ""
 
-ward = Ward(rank, 2, f"rank {rank}", Phases, 0.3 if what == "save" else 1.0)
-board = Board(directory / "board", 2)
+ward = Ward(rank, 3, f"rank {rank}", Phases, 0.3 if what in ("save", "linger") else 1.0)
+board = Board(directory / "board", 3)
 with Watchdog(ward, pulse, board, directory / "stacks" / f"{rank}", file).watching():
     print("begun", flush=True)
     if what == "forward":
         pulse.turn_to("forward")
         threading.Event().wait()
-    for _ in range(30 if what == "save" else 0):
+    for _ in range(15 if what == "save" else 0):
         (directory / "file").write_bytes(bytes(1 << 20))
         time.sleep(0.1)
     if what == "save":
         (directory / "written").touch()
         threading.Event().wait()
-    while what == "work":
+    if what == "unwatched":
+        del Phases.detail
+    while what in ("work", "unwatched"):
         pulse.turn_to("forward")
         time.sleep(0.05)
     with pulse.waiting("rank 0"):
@@ -232,18 +239,22 @@ def test_a_frozen_process_is_named_by_the_one_that_waits_for_it(
 
 
 def test_a_slow_save_gets_on_by_what_it_writes(ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
-    # 3 s of writing under a bound of 0.9 s; only then it stands still.
+    # 1.5 s of writing under a bound of 0.9 s; only then it stands still.
     assert begin(ranks, tmp_path, 0, "save").wait(60) == STALLED
     assert (tmp_path / "written").exists()
     assert json.loads((tmp_path / "error-0").read_text())["error"] == "rank 0 stands still in saving (step 3)"
 
 
-def test_a_process_that_ends_well_is_not_missed(ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
-    working, leaving = begin(ranks, tmp_path, 0, "work"), begin(ranks, tmp_path, 1, "wait")
+def test_whom_nobody_watches_any_more_is_not_found_silent(ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    working = begin(ranks, tmp_path, 0, "work")
+    unwatched, leaving = begin(ranks, tmp_path, 1, "unwatched"), begin(ranks, tmp_path, 2, "wait")
     leaving.communicate(timeout=60)
     assert leaving.returncode == 0
     with pytest.raises(subprocess.TimeoutExpired):
-        working.wait(2.5)
+        working.wait(2)
+    unwatched.kill()
+    # Its watchdog has failed, out loud.
+    assert "AttributeError" in (unwatched.stderr.read() if unwatched.stderr else "")
 
 
 def test_a_process_that_cannot_end_is_ended(ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:

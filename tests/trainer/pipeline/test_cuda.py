@@ -32,6 +32,7 @@ from trainer.pipeline.ring import Ring
 from trainer.pipeline.sender import AsyncSender, Publisher, SyncSender
 from trainer.pipeline.slots import create_ring_file, slot_bytes
 from trainer.telemetry import StageClock
+from trainer.upload import upload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -291,6 +292,23 @@ def test_no_step_waits_for_the_gpu(device, on_cuda, make_target, tmp_path, monke
         run_both(hot(on_cuda, make_target, architecture) | {"attention_backend": attention}, tmp_path)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@whatever_is_warned_of
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
+def test_what_the_host_sends_is_staged_at_once_and_never_waits(device, dtype):
+    source = torch.arange(100_000).remainder(7).to(dtype)
+    right, nothing = source.clone(), torch.empty(0, 3, dtype=dtype)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(LATE)
+        there = [upload(source, device) for _ in range(3)]
+        source.zero_()
+        assert upload(nothing, device).device.type == "cuda"
+        assert upload(there[0], device) is there[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(each.cpu(), right) for each in there)
 
 
 @whatever_is_warned_of

@@ -17,6 +17,7 @@ _RESULTS = (Lifecycle.FINISHED, Lifecycle.STOPPED, Lifecycle.FAILED)
 _ERROR_FILE = re.compile(r"rank-(-1|[0-9]{1,6})\.json")
 AGENT = "agent"
 """`by` of a stop verb that stood in for a dead supervisor."""
+_MOST_STACKS = 1 << 16
 _SENTENCES = (DflashError.__name__, "Stalled", "OutOfMemory")
 LEADER = -1
 """Rank number of the leader's own error record."""
@@ -164,10 +165,7 @@ def _blame(run: RunLayout, story: Story, ending: Ending) -> tuple[int | None, st
     first = min(errors.values(), key=lambda error: (error.consequence, error.time), default=None)
     killed = _killed(errors, first, ending)
     if killed is not None:
-        who, where = story.roles.get(killed, ""), story.phases.get(killed, "")
-        reason = "the kernel killed for memory" if ending.oom_kill else "killed from outside"
-        rank = f"rank {killed}{f' ({who})' if who else ''}"
-        return killed, f"{rank} died without a word: {reason}{f' while {where}' if where else ''}", ""
+        return killed, *_last_words(run, story, ending, killed)
     if first is not None:
         # A DflashError is a sentence for people already.
         said = first.message if first.kind in _SENTENCES else f"{first.kind}: {first.message}"
@@ -177,8 +175,24 @@ def _blame(run: RunLayout, story: Story, ending: Ending) -> tuple[int | None, st
     return None, _leader_message(ending), ""
 
 
+def _last_words(run: RunLayout, story: Story, ending: Ending, rank: int) -> tuple[str, str]:
+    """Return message and traceback for a rank that filed nothing."""
+    who, where = story.roles.get(rank, ""), story.phases.get(rank, "")
+    name, place = f"rank {rank}{f' ({who})' if who else ''}", f" while {where}" if where else ""
+    try:
+        with run.stacks(rank).open(encoding="utf-8", errors="replace") as file:
+            stacks = file.read(_MOST_STACKS)
+    except OSError:
+        stacks = ""
+    if stacks:
+        # A fault of the machine's: its first line names it, `Fatal Python error: Bus error`.
+        return f"{name} crashed{place}: {stacks.partition(chr(10))[0]}", stacks
+    reason = "the kernel killed for memory" if ending.oom_kill else "killed from outside"
+    return f"{name} died without a word: {reason}{place}", ""
+
+
 def _killed(errors: dict[int, RankError], first: RankError | None, ending: Ending) -> int | None:
-    """Return the rank that was killed from outside and so ended the run, None where that was not the cause."""
+    """Return the rank whose process vanished without a record and so ended the run, None where that was not the cause."""
     # A leader killed by a signal takes its ranks along (PR_SET_PDEATHSIG): then none of them is the cause.
     if ending.returncode is not None and ending.returncode < 0:
         return None

@@ -123,7 +123,7 @@ class RunLayout:
         return self.path / "errors" / f"rank-{rank}.json"
 
     def stacks(self, rank: int) -> Path:
-        """Where the threads of a rank were when nothing got on any more."""
+        """Where the threads of a rank were when it crashed, or when nothing got on any more; empty before."""
         return self.path / "stacks" / f"rank-{rank}.txt"
 
     def rank_pid(self, rank: int) -> Path:
@@ -133,7 +133,7 @@ class RunLayout:
     def create(self) -> None:
         """Make the directory and its folders; existing ones stay."""
         # The ranks write there in their first moments; none has to make a directory then.
-        for folder in (self.path, self.path / "errors", self.path / "ranks"):
+        for folder in (self.path, self.path / "errors", self.path / "stacks", self.path / "ranks"):
             folder.mkdir(parents=True, exist_ok=True)
 
 

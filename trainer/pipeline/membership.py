@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -51,6 +52,8 @@ def join_run(run: RunLayout, *, rank: int, leader_pid: int) -> int:
     """Join a run as one of its ranks; returns the descriptor that holds the lock."""
     lock = hold_run_lock(run)
     die_with(leader_pid)
+    # A bus error (a model file cut short while it is mapped, a disk that fails) or NCCL's abort leaves no record.
+    faulthandler.enable(run.stacks(rank).open("w", encoding="utf-8"))
     write_pidfile(run.rank_pid(rank), ProcessIdentity.of())
     return lock
 

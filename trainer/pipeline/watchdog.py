@@ -197,9 +197,7 @@ class Watchdog:
         os._exit(STALLED)
 
     def _tell(self, found: Stalled) -> None:
-        with contextlib.suppress(OSError):
-            self._stacks.parent.mkdir(exist_ok=True)
-            with self._stacks.open("w", encoding="utf-8") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
+        with contextlib.suppress(OSError), self._stacks.open("w", encoding="utf-8") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
         self._file(found)
         print(found.render(), file=sys.stderr, flush=True)

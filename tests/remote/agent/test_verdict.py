@@ -169,6 +169,15 @@ def test_a_frozen_rank_is_the_failed_one_in_the_words_of_who_found_it(run):
     assert told_of(run, 2) is told_of(run, None) is None
 
 
+def test_a_crash_is_told_with_its_stacks(run):
+    run.stacks(1).write_text("Fatal Python error: Bus error\n\nThread 0x1 (most recent call first):\n")
+    story = told(Phase(time=1.0, rank=1, role="target", phase="loading"))
+    record = judge(run, story, Ending("trainer", returncode=1, first_dead=1, first_dead_at=2.0))
+    assert record.failed_rank == 1
+    assert record.message == "rank 1 (target) crashed while loading: Fatal Python error: Bus error"
+    assert record.traceback.endswith("(most recent call first):\n")
+
+
 def test_where_all_wait_for_each_other_none_is_the_failed_one(run):
     found = RankError(1, "drafter", "cpu", "training", "Stalled", "no rank gets on", "", 5.0, cause="c", blames=-1)
     write_json(run.error(1), found)

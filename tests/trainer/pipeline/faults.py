@@ -28,6 +28,7 @@ _WHAT: dict[str, Callable[[], object]] = {
     "pause": lambda: time.sleep(0.5),
     "hang": lambda: threading.Event().wait(),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "crash": lambda: os.kill(os.getpid(), signal.SIGBUS),
     "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 

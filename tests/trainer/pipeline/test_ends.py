@@ -96,6 +96,10 @@ def check_end(ended: Judged, what: str, place: str) -> None:
     assert all(code != 0 for code in run.codes) or place.startswith("finishing"), run.codes
     if what == "kill":
         assert record.message.startswith(f"rank {rank} ({role}) died without a word: killed from outside"), run.log
+    elif what == "crash":
+        assert record.message.startswith(f"rank {rank} ({role}) crashed")
+        assert record.message.endswith("Bus error")
+        assert "faults.py" in record.traceback
     elif what == "freeze":
         assert f"{role} 1 (rank {rank}, cpu) gives no sign of life" in record.message or rank == WRITER
         assert "stopped" in record.message
@@ -115,7 +119,7 @@ def check_end(ended: Judged, what: str, place: str) -> None:
         saved = Path(record.last_checkpoint)
         assert saved in run.checkpoints
         check_whole(saved)
-    if what == "kill":
+    if what in ("kill", "crash"):
         remove_sockets(run.layout)  # Before the end of warm-up nobody else could.
     sockets = Path(run.layout.sockets.read_text().strip())
     assert not sockets.exists()
@@ -124,6 +128,7 @@ def check_end(ended: Judged, what: str, place: str) -> None:
 @pytest.mark.parametrize(
     ("what", "place"),
     [
+        ("crash", "loading, target"),
         ("kill", "training, target"),
         ("freeze", "training, drafter"),
         ("hang", "training, target"),
@@ -147,7 +152,7 @@ def test_ranks_that_all_wait_for_each_other_end_with_everybodys_place(broken: Ca
 
 @pytest.mark.long
 @pytest.mark.parametrize("place", [place for place in PLACES if not place.startswith("reducing")])
-@pytest.mark.parametrize("what", ["raise", "hang", "kill", "freeze"])
+@pytest.mark.parametrize("what", ["raise", "hang", "crash", "kill", "freeze"])
 def test_wherever_it_happens(broken: Callable[..., Judged], trained: Start, what: str, place: str) -> None:
     ended = broken(what, place)
     check_end(ended, what, place)

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from remote.protocol.events import Event
 from trainer.pipeline.pulse import Pulse
-from trainer.telemetry import StageClock
+from trainer.telemetry import PhaseLog, StageClock
 
 
 class Clock:
@@ -108,3 +109,20 @@ def test_stages_of_the_clock_are_told(clock: Clock) -> None:
             assert (pulse.stage, pulse.moved) == ("pack", 3.0)
         assert pulse.stage == "held_out"
     assert pulse.stage == ""
+
+
+def test_what_fails_in_a_phase_within_another_is_filed_under_it() -> None:
+    class Sink:
+        def emit(self, event: Event) -> None: ...
+
+        def close(self) -> None: ...
+
+    phases = PhaseLog(Sink(), role="drafter", rank=1)
+    with phases.phase("training", "12 steps"):
+        assert (phases.current, phases.detail) == ("training", "12 steps")
+        with phases.within("saving"):
+            assert phases.current == "saving"
+        assert phases.current == "training"
+        with pytest.raises(OSError), phases.within("saving"):
+            raise OSError
+        assert phases.current == "saving"

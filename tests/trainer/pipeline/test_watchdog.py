@@ -150,6 +150,7 @@ from trainer.pipeline.pulse import Pulse
 from trainer.pipeline.vitals import Board
 from trainer.pipeline.watchdog import Ward, Watchdog
 
+Path(sys.argv[1], "stacks").mkdir(exist_ok=True)
 directory, rank, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 pulse = Pulse()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from trainer.pipeline.channel import PeerDied
 from trainer.pipeline.checksum import checksum
 from trainer.pipeline.layout import Role
 from trainer.pipeline.plan import RunPlan
-from trainer.pipeline.post import Joint, take_post
+from trainer.pipeline.post import Joint, Post, take_post
 from trainer.pipeline.ring import Ring, SlotHeader
 from trainer.pipeline.session import DrafterSession
 from trainer.pipeline.world import World
@@ -80,6 +81,21 @@ def shared_session(values: dict[str, Any], directory: Path) -> Iterator[DrafterS
 _kept: list[Joint | None] = []
 
 
+@contextlib.contextmanager
+def _hung_up_when_lost(post: Post) -> Iterator[None]:
+    """Let the other side notice that this one has failed: there is no process whose end would tell."""
+    _kept.append(post.joint)
+    assert post.joint is not None
+    try:
+        yield
+    except BaseException:
+        for each in post.joint.channels.values():
+            # Closing alone would not wake a thread that reads.
+            with contextlib.suppress(OSError):
+                each._socket.shutdown(socket.SHUT_RDWR)
+        raise
+
+
 def run_both(values: dict[str, Any], directory: Path) -> list[ev.Event]:
     """Run a drafter here and its target in a thread, to their end; returns the drafter's events. Raises what either raised."""
     errors: list[BaseException] = []
@@ -87,23 +103,21 @@ def run_both(values: dict[str, Any], directory: Path) -> list[ev.Event]:
 
     def produce(plan: RunPlan) -> None:
         with take_post(plan, rank_of(0), heard[0], PhaseLog(heard[0], role=Role.TARGET, rank=0)) as post:
-            assert post.joint is not None
-            _kept.append(post.joint)
             try:
-                roles.run_target(post)
+                with _hung_up_when_lost(post):
+                    roles.run_target(post)
             except BaseException as error:
                 errors.append(error)
-                for channel in post.joint.channels.values():
-                    channel.close()
 
     with planned(values, directory) as plan:
         target = threading.Thread(target=produce, args=(plan,), daemon=True)
         target.start()
         try:
-            with take_post(plan, rank_of(1), heard[1], PhaseLog(heard[1], role=Role.DRAFTER, rank=1)) as post:
-                _kept.append(post.joint)
+            phases = PhaseLog(heard[1], role=Role.DRAFTER, rank=1)
+            with take_post(plan, rank_of(1), heard[1], phases) as post, _hung_up_when_lost(post):
                 roles.run_drafter(post)
         except PeerDied:
+            target.join()
             raise errors[0] from None
         target.join()
     if errors:

@@ -15,7 +15,7 @@ from trainer.pipeline.checksum import checksum
 from trainer.pipeline.copier import Copier, Mark
 from trainer.pipeline.handover import StreamClosed
 from trainer.pipeline.packed import PackBuffer, PackedRow, RowTokens, as_states
-from trainer.pipeline.ring import Ring, SlotHeader, SlotView
+from trainer.pipeline.ring import TORN, Ring, SlotHeader, SlotView
 from trainer.pipeline.slots import is_verified
 from trainer.telemetry import StageClock
 
@@ -96,7 +96,7 @@ class Fetcher:
             _row_tokens(header, view),
             as_states(states, split=header.split),
             header.finite,
-            header.checksum if is_verified(self._verify_copies, header.batch) else None,
+            header.checksum if header.checksum == TORN or is_verified(self._verify_copies, header.batch) else None,
             arrival.target,
         )
         self.settle(free)
@@ -142,9 +142,11 @@ class Fetcher:
     def _compare(self, row: PackedRow, seen: torch.Tensor, otherwise: str) -> bool:
         if int(seen) % (1 << 64) == row.checksum:
             return True
-        packed = "finite" if row.packed_finite else "not finite"
+        packed = "finite when packed" if row.packed_finite else "not finite when packed"
+        if row.checksum == TORN:
+            packed = "copied before it was packed"
         where = self._targets[row.target]
-        self._alarm(f"batch {row.row.batch}: {packed} when packed on {where}, {otherwise}", row.row.step)
+        self._alarm(f"batch {row.row.batch}: {packed} on {where}, {otherwise}", row.row.step)
         return False
 
     def close(self) -> None:

@@ -23,6 +23,9 @@ VERSION = 1
 
 # magic, version u32; batch, step, checksum u64; epoch, T, L, H, dtype, layout, finite u32
 _HEADER = struct.Struct("<IIQQQIIIIIII")
+TORN = (1 << 64) - 1
+"""Stands for the checksum of a row that left before it was packed: no states have it but by chance."""
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 

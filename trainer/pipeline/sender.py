@@ -13,7 +13,7 @@ from trainer.pipeline.channel import MessageKind, PairChannel, SlotMessage
 from trainer.pipeline.copier import Copier
 from trainer.pipeline.handover import StreamClosed
 from trainer.pipeline.packed import PackBuffer, PackedStates, RowTokens
-from trainer.pipeline.ring import Ring, SlotHeader
+from trainer.pipeline.ring import TORN, Ring, SlotHeader
 from trainer.telemetry import StageClock
 
 
@@ -60,8 +60,8 @@ class Publisher:
         self._clock.copied("copy_out", copied.seconds())
         finite, check, tag = self._proof.tolist()
         if tag != row.batch + 1:
-            # Read before it was made, and so were the states: a checksum that no states have but by chance tells the drafter.
-            finite, check = 1, -1
+            # Read before it was made, and so were the states: the drafter says so, whether the batch is verified or not.
+            finite, check = 1, TORN
         header = dataclasses.replace(header, finite=bool(finite), checksum=check)
         self._ring.write_header(self._pairs[drafter], slot, header)
         self._channels[drafter].send(SlotMessage(MessageKind.READY, slot, row.batch))

@@ -281,15 +281,16 @@ def test_without_verification_nothing_is_compared(joint: Make) -> None:
     assert both.alarms == []
 
 
-def test_a_row_that_left_before_it_was_packed_is_an_alarm(joint: Make) -> None:
+@pytest.mark.parametrize("verify", ["all", "off"])
+def test_a_row_that_left_before_it_was_packed_is_an_alarm(joint: Make, verify: str) -> None:
     both = joint()
     sender = both.sender(0, "sync")
     buffer = sender.buffer()
     packed = PackedStates.of(buffer, buffer.rows(8), COPIER, batch=0, check=torch.tensor(0))
     packed.proof.zero_()  # What lies in memory that nobody has written yet; zeros have the checksum 0, too.
     sender.send(packed, row(3), 0)
-    both.receiver(0, [Arrival(3, 0)]).receive(3)
-    assert both.alarms == [("batch 3: finite when packed on GPU 0 (rank 0), wrong on GPU 5 (rank 1)", 1)]
+    both.receiver(0, [Arrival(3, 0)], verify=verify).receive(3)
+    assert both.alarms == [("batch 3: copied before it was packed on GPU 0 (rank 0), wrong on GPU 5 (rank 1)", 1)]
 
 
 def test_a_checksum_that_did_not_come_is_an_alarm(joint: Make) -> None:

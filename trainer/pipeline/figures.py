@@ -147,7 +147,8 @@ class DeferredFigures:
             if self._landings
             else torch.empty(values.shape, dtype=torch.float64, pin_memory=self._pinned)
         )
-        done = self._copier.copy(host, values, after=self._copier.mark())
+        # Not on the copy stream: behind the step, it would hold up the states of the next one.
+        done = self._copier.copy_here(host, values)
         # `values` is kept: the source of a copy stays alive until its mark has fired (rule 4).
         self._pending.append((step, sums.block_size, host, values, done))
         return self._take(self._lag)

@@ -16,7 +16,7 @@ from trainer.choice import Sampling
 from trainer.data.chat import parse_template_kwargs
 from trainer.data.documents import Dataset, open_dataset
 from trainer.drafter.config import DrafterConfig
-from trainer.export import load_exported
+from trainer.exported import load_exported
 from trainer.measure import BATCH_SIZE, Evaluation, TargetAlone, decode_alone, evaluate
 from trainer.on_policy import on_policy_rate
 from trainer.prompt_sets import prompts_of

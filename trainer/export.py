@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Mapping
@@ -19,14 +18,13 @@ from trainer.config import TrainConfig
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.fresh import fresh_drafter
 from trainer.export_speculators import speculators_config
-from trainer.exported import check_state, load_exported, read_state_file
+from trainer.exported import check_state, read_state_file
 from trainer.model_card import Card
 from trainer.target.facts import HYBRID, read_config
 from trainer.target.new_directory import new_directory
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LAYOUTS = ("zlab", "speculators")
-__all__ = ["DTYPES", "LAYOUTS", "export_drafter", "load_checkpoint", "load_exported"]
 
 
 def export_drafter(
@@ -105,8 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     trainer_state = read_state(arguments.checkpoint) if (arguments.checkpoint / STATE_FILE).is_file() else None
     if arguments.untrained:
         trained_with = TrainConfig.from_record(read_state(arguments.checkpoint).config, "the checkpoint")
-        # Before the first step of all, where this run was resumed.
-        state = fresh_drafter(dataclasses.replace(trained_with, resume="")).state_dict()
+        state = fresh_drafter(trained_with).state_dict()
     target = arguments.target_name or str(trainer_state.config.get("target_model", "") if trainer_state else "")
     if not target:
         raise preflight_error(

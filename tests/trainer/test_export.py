@@ -19,6 +19,7 @@ from trainer.config import TrainConfig
 from trainer.drafter.config import DrafterConfig, derive
 from trainer.drafter.model import Drafter
 from trainer.export_speculators import speculators_config, zlab_of
+from trainer.exported import load_exported
 from trainer.model_card import Card, sglang_line, vllm_line
 
 TARGET = {
@@ -77,7 +78,7 @@ def test_a_checkpoint_becomes_a_served_directory(checkpoint, tmp_path, drafter, 
 
 def test_what_was_exported_in_float32_is_loaded_bit_for_bit(tmp_path, config, drafter):
     export.export_drafter(drafter.state_dict(), config, tmp_path / "out", "float32")
-    loaded = export.load_exported(tmp_path / "out")
+    loaded = load_exported(tmp_path / "out")
     assert loaded.config == config
     assert not loaded.training
     for name, tensor in drafter.state_dict().items():
@@ -145,7 +146,7 @@ def test_a_type_that_config_and_tensors_disagree_on(tmp_path, config, drafter):
     path = tmp_path / "out" / "config.json"
     path.write_text(json.dumps(config.to_zlab("bfloat16")))
     with pytest.raises(DflashError, match="inconsistent") as caught:
-        export.load_exported(tmp_path / "out")
+        load_exported(tmp_path / "out")
     assert "float32" in caught.value.cause
 
 
@@ -188,7 +189,7 @@ def test_the_speculators_layout_is_written_and_loaded_again(checkpoint, tmp_path
     assert run("--checkpoint", checkpoint, "--output", tmp_path / "out", *words) == 0
     served = json.loads((tmp_path / "out" / "config.json").read_text())
     assert served["speculators_config"]["verifier"]["architectures"] == ["Qwen3ForCausalLM"]
-    loaded = export.load_exported(tmp_path / "out", num_target_layers=8)
+    loaded = load_exported(tmp_path / "out", num_target_layers=8)
     assert loaded.config == config
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor)
@@ -262,12 +263,12 @@ def test_an_older_directory_of_others_is_loaded(tmp_path, config, drafter):
     for key in ("dtype", "layer_types", "num_target_layers", "rope_parameters"):
         del served[key]
     path.write_text(json.dumps(served | {"torch_dtype": "bfloat16"}))
-    assert export.load_exported(tmp_path / "out", num_target_layers=8).config == config
+    assert load_exported(tmp_path / "out", num_target_layers=8).config == config
     path.write_text(json.dumps(served | {"torch_dtype": "float16"}))
     with pytest.raises(DflashError, match="inconsistent"):
-        export.load_exported(tmp_path / "out", num_target_layers=8)
+        load_exported(tmp_path / "out", num_target_layers=8)
     with pytest.raises(DflashError, match="no config") as caught:
-        export.load_exported(tmp_path / "out")
+        load_exported(tmp_path / "out")
     assert "num_target_layers" in caught.value.cause
 
 

@@ -18,19 +18,22 @@ from trainer.target.weights import last_layers
 def fresh_drafter(config: TrainConfig) -> Drafter:
     """Return a float32 drafter on the CPU: drawn from the run's seed, started from the target's last layers or from a drafter.
 
-    A resumed run has its weights elsewhere: the drafter that it once started from may be gone.
-
     Raises:
         DflashError: target, drafter or configuration do not fit (code 7).
     """
     facts = target_facts(Path(config.target_model))
     torch.manual_seed(config.seed)
-    drafter = Drafter(drafter_config(config, facts))
+    shape = drafter_config(config, facts)
+    if config.init_from_drafter:
+        # Nothing is drawn only to be replaced. The earlier one is frozen and may have other blocks: its tensors are taken alone.
+        with torch.device("meta"):
+            drafter = Drafter(shape)
+        earlier = load_exported(Path(config.init_from_drafter), num_target_layers=facts.num_layers)
+        drafter.load_state_dict(earlier.state_dict(), assign=True)
+        return drafter
+    drafter = Drafter(shape)
     if config.init_from_target == "on":
         start_from_target(drafter, *last_layers(facts, config.drafter_layers))
-    if config.init_from_drafter and not config.resume:
-        earlier = load_exported(Path(config.init_from_drafter), num_target_layers=facts.num_layers)
-        drafter.load_state_dict(earlier.state_dict())
     return drafter
 
 

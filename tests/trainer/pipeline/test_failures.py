@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from remote.protocol import events as ev
 from remote.protocol.identity import ProcessIdentity, read_pidfile
@@ -168,3 +169,38 @@ def test_a_leader_killed_while_loading_leaves_what_its_run_names(launch: Callabl
     plan.forget_names()
     assert not Path(plan.sockets).exists()
     assert not Path(plan.ring_file).exists()
+
+
+# ---- on GPUs, where a rank waits inside NCCL for one that is no more
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
+ON_GPUS = {"device": "cuda", "dtype": "bfloat16", "attention_backend": "dense", "epochs": 10_000}
+BOTH_ROLES = {"target_gpus": [0, 1], "drafter_gpus": [0, 1]}
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", [{"target_gpus": [0], "drafter_gpus": [1]}, BOTH_ROLES])
+def test_a_killed_rank_takes_the_run_down_on_gpus(launch: Callable[..., Launched], layout: dict[str, Any]) -> None:
+    run = launch(**ON_GPUS, **layout)
+    run.wait_for(lambda: b'"step"' in read(run.layout.events), "no step", 200)
+    assert run.ranks[0].send(signal.SIGKILL)
+    assert run.process.wait(BOUND) != 0
+    run.assert_gone()
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.timeout(400)
+def test_a_frozen_rank_is_named_by_the_one_that_waits_for_it_in_nccl(launch: Callable[..., Launched]) -> None:
+    run = launch(**ON_GPUS, **BOTH_ROLES, stall_timeout=10)
+    run.wait_for(lambda: b'"step"' in read(run.layout.events), "no step", 200)
+    assert run.ranks[1].send(signal.SIGSTOP)
+    # The bound, and the launcher's patience with a process that heeds no TERM.
+    assert run.process.wait(10 + BOUND + 60) != 0
+    filed = json.loads(run.layout.error(0).read_text())
+    assert (filed["kind"], filed["blames"], filed["phase"]) == ("Stalled", 1, "training")
+    assert filed["message"].startswith("shared 1 (rank 1, cuda:1) gives no sign of life since ")
+    assert not run.layout.error(1).exists()
+    run.assert_gone()

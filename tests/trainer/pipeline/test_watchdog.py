@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -152,6 +153,10 @@ from trainer.pipeline.watchdog import Ward, Watchdog
 
 Path(sys.argv[1], "stacks").mkdir(exist_ok=True)
 directory, rank, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+if what == "kernel":
+    import torch
+
+    torch.zeros(1, device="cuda")
 pulse = Pulse()
 
 def file(stalled):
@@ -169,6 +174,10 @@ with Watchdog(ward, pulse, board, directory / "stacks" / f"{rank}", file).watchi
     if what == "forward":
         pulse.turn_to("forward")
         threading.Event().wait()
+    if what == "kernel":
+        pulse.turn_to("backward")
+        torch.cuda._sleep(1 << 42)  # longer than any test
+        torch.cuda.synchronize()
     for _ in range(15 if what == "save" else 0):
         (directory / "file").write_bytes(bytes(1 << 20))
         time.sleep(0.1)
@@ -224,6 +233,15 @@ def test_a_standing_process_ends_itself_with_its_stacks(ranks: list[subprocess.P
     # The one that waits for it has said nothing: it waits longer.
     assert waiting.poll() is None
     assert not (tmp_path / "error-1").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_process_whose_gpu_hangs_ends_itself(ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    assert begin(ranks, tmp_path, 0, "kernel").wait(100) == STALLED
+    told = json.loads((tmp_path / "error-0").read_text())
+    assert told["error"] == "rank 0 stands still in training: backward"
+    assert "synchronize" in told["detail"]
 
 
 def test_a_frozen_process_is_named_by_the_one_that_waits_for_it(

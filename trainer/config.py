@@ -91,6 +91,7 @@ class TrainConfig:
     device: str = _key("cuda", "what the GPU lists count; cpu never happens silently", group="layout", choices=("cuda", "cpu"))
     target_gpus: tuple[int, ...] = _key((0,), "devices that run the target", group="layout", low=0)
     drafter_gpus: tuple[int, ...] = _key((1,), "devices that train the drafter; equal to target_gpus: shared roles", group="layout", low=0)
+    gpu_memory_gib: float = _key(0.0, "most that each rank's tensors may take of its GPU, to try a smaller one; 0: all of it. CUDA's own share, about 0.5 GiB, and NCCL's come on top", group="layout", unit="GiB", low=0)
     dtype: str = _key("bfloat16", "type of weights and states in computation; masters are float32 at least", group="layout", choices=("bfloat16", "float32", "float64"))
     threads: int = _key(0, "CPU threads of each rank; 0: cores divided by ranks", group="layout", low=0)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +18,7 @@ from trainer.data.documents import Dataset, open_dataset
 from trainer.data.schedule import Packing, Schedule
 from trainer.drafter.config import DrafterConfig, derive
 from trainer.exported_files import check_start_from
+from trainer.gpus import GIB, check_cap, drafter_bytes, gpu_sizes, target_bytes
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.slots import ITEM_BYTES, slot_bytes
 from trainer.target.facts import TargetFacts, target_facts
@@ -80,13 +80,7 @@ def check_mask_token(token: int, data_dir: str, dataset: Dataset) -> None:
 
 def visible_gpus() -> int:
     """Return how many GPUs CUDA's driver shows to this process (CUDA_VISIBLE_DEVICES counts), without importing torch."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    usable = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
-    return count.value if usable else 0
+    return len(gpu_sizes())
 
 
 def check_devices(config: TrainConfig) -> None:
@@ -103,6 +97,55 @@ def check_devices(config: TrainConfig) -> None:
         )
 
 
+def check_memory(config: TrainConfig, facts: TargetFacts, drafter: DrafterConfig, sizes: Sequence[int]) -> None:
+    """Raise a preflight error when a GPU, or its cap, cannot hold what its role needs at rest: before any shape is run.
+
+    `sizes`: bytes by GPU; what is not known of one is not judged.
+    """
+    if config.device != "cuda":
+        return
+    item = ITEM_BYTES[config.dtype]
+    last_layer = facts.num_layers - 1 if config.distils else max(drafter.target_layer_ids)
+    whole_head = config.loss_vocab_extra < 0
+    states = row_states_bytes(config, drafter) * (1 if config.shared_roles or config.transfer == "sync" else 2)
+    needs = {
+        "target": (config.target_gpus, target_bytes(facts, last_layer, item)),
+        "drafter": (config.drafter_gpus, drafter_bytes(parameter_count(drafter), facts, item, whole_head=whole_head)),
+    }
+    for gpu in sorted({*config.target_gpus, *config.drafter_gpus}):
+        size = sizes[gpu] if gpu < len(sizes) else 0
+        if not size:
+            continue
+        check_cap(config.gpu_memory_gib, size, gpu)
+        roles = {role: need for role, (gpus, need) in needs.items() if gpu in gpus}
+        room = config.gpu_memory_gib * GIB or size
+        if sum(roles.values()) + states > room:
+            raise _too_small(gpu, roles, states, room, "gpu_memory_gib allows" if config.gpu_memory_gib else "it has")
+
+
+def _too_small(gpu: int, roles: Mapping[str, int], states: int, room: float, whose: str) -> DflashError:
+    parts = [f"{need / GIB:.1f} GiB for the {role}" for role, need in roles.items()]
+    ways = {
+        "target": "capture earlier layers with --target-layer-ids: those behind the last captured one are not loaded",
+        "drafter": "lower --drafter-layers",
+    }
+    way = ways[next(iter(roles))] if len(roles) == 1 else "give target and drafter GPUs of their own"
+    flag = "--target-gpus" if "target" in roles else "--drafter-gpus"
+    return preflight_error(
+        f"GPU {gpu} is too small for the {' and the '.join(roles)}",
+        cause=f"{', '.join(parts)} and {states / GIB:.1f} GiB for states are needed before the first step; "
+        f"{whose} {room / GIB:.1f} GiB",
+        hint=f"name a larger one with {flag}, or {way}",
+    )
+
+
+def row_states_bytes(config: TrainConfig, drafter: DrafterConfig) -> int:
+    """Return the bytes of a packed row of states, header and tokens included: those of a slot of the ring."""
+    tokens = -(-config.token_budget // config.bucket_tokens) * config.bucket_tokens
+    width = (len(drafter.target_layer_ids) + config.distils) * drafter.hidden_size
+    return slot_bytes(tokens, width, ITEM_BYTES[config.dtype])
+
+
 def make_schedule(config: TrainConfig, packing: Packing, machines: int = 1) -> Schedule:
     """Return the run's schedule; ranks compute the same one from the same lengths."""
     layout = Layout.of(config).counts(machines)
@@ -114,9 +157,7 @@ def ring_size(config: TrainConfig, drafter: DrafterConfig) -> tuple[int, int]:
 
     A pair with one slot would make the target wait for every copy in.
     """
-    tokens = -(-config.token_budget // config.bucket_tokens) * config.bucket_tokens
-    width = (len(drafter.target_layer_ids) + config.distils) * drafter.hidden_size
-    size = slot_bytes(tokens, width, ITEM_BYTES[config.dtype])
+    size = row_states_bytes(config, drafter)
     pairs = len(Layout.of(config).pairs)
     if pairs == 0:
         return size, 0
@@ -258,6 +299,8 @@ def preflight(config: TrainConfig, output_dir: Path | None, *, devices: bool = T
             wrong.note(functools.partial(check_mask_token, config.mask_token_id, place, each))
     if facts is not None and drafter is not None:
         wrong.note(lambda: check_start(config, facts, drafter))
+        if devices:
+            wrong.note(lambda: check_memory(config, facts, drafter, gpu_sizes()))
     if drafter is not None and config.init_from_drafter and not config.resume:
         wrong.note(lambda: check_start_from(Path(config.init_from_drafter), drafter))
     if drafter is not None and output_dir is not None:

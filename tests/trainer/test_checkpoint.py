@@ -461,8 +461,8 @@ def test_every_key_is_known_to_be_binding_or_free() -> None:
     free = {
         "target_model", "held_out_dir", "init_from_target", "init_from_drafter", "data_dir",
         "attention_backend", "objective_rows", "on_nan", "device", "target_gpus", "drafter_gpus",
-        "threads", "transfer", "split_fc", "ring_mib", "verify_copies", "profile_interval", "trace_steps", "collective_timeout",
-        "stall_timeout", "output_dir", "checkpoint_every", "keep_checkpoints", "resume",
+        "gpu_memory_gib", "threads", "transfer", "split_fc", "ring_mib", "verify_copies", "profile_interval", "trace_steps",
+        "collective_timeout", "stall_timeout", "output_dir", "checkpoint_every", "keep_checkpoints", "resume",
     }  # fmt: skip
     keys = {field.name for field in dataclasses.fields(TrainConfig)}
     assert free | set(_BINDING) == keys

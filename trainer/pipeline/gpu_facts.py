@@ -29,7 +29,9 @@ class GpuFacts:
         """
         if device.type != "cuda":
             return None
-        total = torch.cuda.get_device_properties(device).total_memory
+        # Up to the run's cap, where it has one.
+        share = torch.cuda.get_per_process_memory_fraction(device)
+        total = int(share * torch.cuda.get_device_properties(device).total_memory)
         return cls(device, matrix_product_rate(device, dtype), total)
 
     def add_to(self, profile: ev.StageProfile) -> ev.StageProfile:

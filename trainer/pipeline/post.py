@@ -19,6 +19,7 @@ from trainer.pipeline.copier import Copier, make_copier
 from trainer.pipeline.gpu_facts import GpuFacts
 from trainer.pipeline.held_out import HeldOut
 from trainer.pipeline.layout import Layout, Role
+from trainer.pipeline.memory import cap
 from trainer.pipeline.packed import PackBuffer
 from trainer.pipeline.plan import RunPlan
 from trainer.pipeline.reader import packed_length
@@ -109,6 +110,7 @@ def take_post(plan: RunPlan, world: World, telemetry: Telemetry, phases: PhaseLo
     role = layout.role(world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        cap(device, config.gpu_memory_gib)
     clock = StageClock(timeline_of(device))
     clock.pulse = world.pulse
     timer = ProfileTimer(

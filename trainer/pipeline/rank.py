@@ -10,6 +10,7 @@ from pathlib import Path
 from remote.protocol.errors import DflashError
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.membership import Filing, join_run
+from trainer.pipeline.out_of_memory import Scene, classified
 from trainer.pipeline.plan import PLAN_VARIABLE, RunPlan
 from trainer.pipeline.pulse import Pulse
 from trainer.pipeline.vitals import Board
@@ -40,14 +41,15 @@ def main() -> int:
         plan.run.rank_pid(rank).unlink(missing_ok=True)
         return 0
     except BaseException as error:
-        filing.file(error)
+        failure = classified(error, _scene(layout, filing, pulse), plan.train_config())
+        filing.file(failure)
         # Connections of NCCL and the driver's end can hang, and the launcher notices a rank only when it has ended.
         faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True)
         # A rank's failure ends the run; before the end of warm-up the names are still there, and nobody else may come.
         plan.forget_names()
-        if isinstance(error, DflashError):
-            print(error.render(), file=sys.stderr, flush=True)
-            return int(error.code)
+        if isinstance(failure, DflashError):
+            print(failure.render(), file=sys.stderr, flush=True)
+            return int(failure.code)
         raise
     finally:
         telemetry.close()
@@ -58,6 +60,11 @@ def _telemetry(plan: RunPlan, *, writes: bool) -> Telemetry:
     if writes:
         return EventWriter(plan.run.events, plan.event_address)
     return EventSender(plan.event_address)
+
+
+def _scene(layout: Layout, filing: Filing, pulse: Pulse) -> Scene:
+    name = f"{filing.role} {layout.index(filing.local_rank)}"
+    return Scene(name, filing.role, filing.device, filing.phases.current, filing.phases.detail, pulse.stage)
 
 
 def _watchdog(plan: RunPlan, layout: Layout, pulse: Pulse, filing: Filing, telemetry: Telemetry) -> Watchdog:

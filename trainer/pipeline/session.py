@@ -28,6 +28,7 @@ from trainer.pipeline.figures import DeferredFigures, StepFigures, StepSums
 from trainer.pipeline.flops import DrafterFlops
 from trainer.pipeline.handover import Receiver
 from trainer.pipeline.held_out import HeldOut, HeldOutFigures, HeldOutSums
+from trainer.pipeline.out_of_memory import at_shape
 from trainer.pipeline.packed import PackedRow, RowTokens
 from trainer.pipeline.plan import RunPlan
 from trainer.pipeline.reporting import Desk, ProfileTimer, StepTraffic, blame
@@ -198,7 +199,8 @@ class DrafterSession:
         with self.clock.stage("blocks"):
             blocks = self._blocks(packed.row).to(self.device)
         together = isinstance(self._model, DistributedDataParallel) and not last
-        with flex_failures(), self._model.no_sync() if together else contextlib.nullcontext():  # pyright: ignore
+        no_sync = self._model.no_sync() if together else contextlib.nullcontext()  # pyright: ignore
+        with at_shape(_shape(packed, blocks)), flex_failures(), no_sync:
             with self.clock.stage("forward"), self._autocast():
                 states, teacher = self._parted(packed.states)
                 sums = drafter_forward(
@@ -349,7 +351,7 @@ class DrafterSession:
         # Neither noise nor the run's objective nor its teacher: figures of different steps, and of other runs, must compare.
         blocks = self._blocks(packed.row).to(self.device)
         states, _ = self._parted(packed.states)
-        with flex_failures(), self._autocast():
+        with at_shape(_shape(packed, blocks)), flex_failures(), self._autocast():
             return drafter_forward(
                 self.drafter,
                 self.ends.embed,
@@ -366,3 +368,7 @@ class DrafterSession:
         self.trace.close()
         self.receiver.close()
         self.world.drafters_barrier()
+
+
+def _shape(packed: PackedRow, blocks: Blocks) -> str:
+    return f"{len(packed.row.input_ids)} tokens and {blocks.input_ids.numel()} block rows"

@@ -12,6 +12,7 @@ from trainer.pipeline.copier import Copier
 from trainer.pipeline.flops import forward_flops
 from trainer.pipeline.handover import Sender, StreamClosed
 from trainer.pipeline.held_out import FIRST_BATCH
+from trainer.pipeline.out_of_memory import at_shape
 from trainer.pipeline.packed import PackBuffer, PackedRow, PackedStates, as_states
 from trainer.pipeline.reader import ReadRow, RowReader
 from trainer.pipeline.reporting import ProfileTimer
@@ -54,6 +55,11 @@ class Producer:
 
         With `verify` the checksum that the states must have comes with them, made from the captured outputs themselves.
         """
+        documents, width = read.padded.shape
+        with at_shape(f"{documents} x {width} tokens"):
+            return self._states(read, buffer, verify)
+
+    def _states(self, read: ReadRow, buffer: PackBuffer, verify: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         with self._clock.stage("target_forward"):
             captured = self.target.capture(upload(read.padded, self._device))
         with self._clock.stage("pack"):

@@ -1,4 +1,4 @@
-"""Faults put into one forked rank: at the n-th call of a function of the trainer it raises, pauses, hangs, is killed or is frozen.
+"""Faults put into one forked rank: at the n-th call of a function of the trainer it raises, pauses, hangs, is killed, ...
 
 `{"what": "hang", "where": "trainer.pipeline.target_side:Producer.states", "call": 5}`
 """
@@ -23,8 +23,15 @@ def _raise() -> None:
     raise Injected("on purpose")
 
 
+def _run_out_of_memory() -> None:
+    import torch
+
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. (on purpose)")
+
+
 _WHAT: dict[str, Callable[[], object]] = {
     "raise": _raise,
+    "run out of memory": _run_out_of_memory,
     "pause": lambda: time.sleep(0.5),
     "hang": lambda: threading.Event().wait(),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),

@@ -96,6 +96,7 @@ def status_lines(status: RunStatus, where: str, out: Stream, now: float | None =
             ("note", status.note),
             ("directory", status.run_dir),
             ("message", status.message),
+            ("hint", status.hint),
         ],
         out,
     )

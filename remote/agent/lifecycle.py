@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from remote.agent.tail import first_events, last_events
-from remote.agent.verdict import measurement, read_stop
+from remote.agent.verdict import measurement, read_stop, told_of
 from remote.protocol.errors import DflashError, ExitCode
 from remote.protocol.events import CheckpointSaved, Event, HeldOutMeasured, Phase, RunFinished, RunStarted, Step
 from remote.protocol.identity import boot_id
@@ -159,6 +159,7 @@ def status_of(run: RunLayout) -> RunStatus:
     # Written once, at the very beginning; the end of a long file no longer holds it.
     started = next((event for event in first_events(run.events) if isinstance(event, RunStarted)), None)
     step = tail.step
+    failure = told_of(run, ended.failed_rank) if ended is not None and state is Lifecycle.FAILED else None
     problems = [problem for problem in (spec_problem, state_problem, exit_problem) if problem]
     message = _last_word(state, kept, ended)
     # The supervisor heard all events; what it has not written yet, or never will, is near the file's end.
@@ -187,6 +188,7 @@ def status_of(run: RunLayout) -> RunStatus:
         message="; ".join([*filter(None, [message]), *problems]),
         failed_rank=ended.failed_rank if ended else None,
         traceback=ended.traceback if ended else "",
+        hint=failure.hint if failure else "",
         run_dir=str(run.path),
         alarms=kept.alarms if kept else (),
         held_out=_newest(told.held_out if told else None, tail.held_out),

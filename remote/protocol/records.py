@@ -203,6 +203,8 @@ class RunStatus:
     message: str = ""
     failed_rank: int | None = None
     traceback: str = ""
+    hint: str = ""
+    """The way out of what failed it, where that is known."""
     run_dir: str = ""
     alarms: tuple[Alarm, ...] = ()
     held_out: HeldOut | None = None

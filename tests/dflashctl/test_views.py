@@ -85,11 +85,13 @@ def test_alarms_lead_and_a_failed_run_shows_its_traceback():
         state="failed",
         traceback="Traceback:\n  boom\x1b[2J",
         message="rank 3",
+        hint="lower this",
         alarms=(Alarm("stall", "a\nb", 1.0),),
     )
     lines = status_lines(failed, "container 200 on h", OUT, now=1060.0)
     assert lines[0] == "ALARM stall: a\\x0ab"
     assert lines[-1] == "    boom\\x1b[2J"
+    assert "hint        lower this" in lines
     assert not [line for line in lines if line.startswith(("phase", "last sign"))]
 
 

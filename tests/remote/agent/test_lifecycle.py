@@ -18,7 +18,7 @@ from remote.protocol.files import write_json
 from remote.protocol.identity import boot_id
 from remote.protocol.layout import RootLayout, RunLayout
 from remote.protocol.locks import LockKind, acquire
-from remote.protocol.records import Alarm, ExitRecord, HeldOut, Lifecycle, RunSpec, RunState, StopRequest
+from remote.protocol.records import Alarm, ExitRecord, HeldOut, Lifecycle, RankError, RunSpec, RunState, StopRequest
 
 RUN_ID = "20200101-000000-aaaaaa"
 
@@ -198,7 +198,10 @@ class TestStatus:
         )
         status = status_of(run)
         assert (status.state, status.step, status.failed_rank) == ("failed", 4, 1)
-        assert (status.message, status.traceback) == ("boom", "T")
+        assert (status.message, status.traceback, status.hint) == ("boom", "T", "")
+        record = RankError(1, "drafter", "cuda:1", "training", "OutOfMemory", "boom", "T", 8.0, hint="lower this")
+        write_json(run.error(1), record)
+        assert status_of(run).hint == "lower this"
 
     def test_a_non_finite_loss_is_kept(self, run):
         write_events(run, a_step(loss=float("nan")))

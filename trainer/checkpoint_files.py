@@ -113,6 +113,13 @@ def rotate(output_dir: Path, keep: int) -> None:
         shutil.rmtree(removed)
 
 
+def _below(directory: Path) -> list[Path]:
+    """Return the complete checkpoints of the runs in a directory, or of one run's, oldest first by when they were saved."""
+    places = [*directory.glob("checkpoints"), *directory.glob("*/checkpoints"), *directory.glob("*/")]
+    found = [path for place in places for path in list_checkpoints(place)]
+    return sorted(found, key=lambda path: (path / STATE_FILE).stat().st_mtime_ns)
+
+
 def read_state(checkpoint: Path) -> TrainerState:
     """Return what a checkpoint says of itself. Raises a preflight error when it is none."""
     try:
@@ -122,7 +129,7 @@ def read_state(checkpoint: Path) -> TrainerState:
             f"{checkpoint} is no usable checkpoint", cause=str(error), hint="name another one"
         ) from error
     if state is None:
-        near = list_checkpoints(checkpoint) or list_checkpoints(checkpoint.parent)
+        near = list_checkpoints(checkpoint) or _below(checkpoint) or list_checkpoints(checkpoint.parent)
         hint = f"the newest complete one there is {near[-1]}" if near else "no complete checkpoint lies there"
         raise preflight_error(f"{checkpoint} is no checkpoint", cause=f"there is no {STATE_FILE} in it", hint=hint)
     return state
@@ -153,8 +160,9 @@ def check_resumable(
             hint="resume with the configuration it was trained with, or start fresh without --resume",
         )
     if state.step >= total_steps:
+        bound = f"max_steps = {config.max_steps}" if total_steps == config.max_steps else f"epochs = {config.epochs}"
         raise preflight_error(
             f"the checkpoint's run is complete at step {state.step}",
-            cause=f"the configuration trains {total_steps} steps",
-            hint="export it, or start a fresh run with more epochs",
+            cause=f"the configuration trains {total_steps} steps ({bound})",
+            hint=f"export it, or start a fresh run with more than {bound}",
         )

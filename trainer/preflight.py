@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -173,10 +174,27 @@ def ring_size(config: TrainConfig, drafter: DrafterConfig) -> tuple[int, int]:
     return size, min(slots, max(2, config.micro_batches_per_step))
 
 
-def _free(path: Path) -> int:
+def _existing(path: Path) -> Path:
+    """Return the nearest place on the way up that exists: what will be made lies in it."""
     while not path.exists():
         path = path.parent
-    return shutil.disk_usage(path).free
+    return path
+
+
+def _free(path: Path) -> int:
+    return shutil.disk_usage(_existing(path)).free
+
+
+def check_writable(output_dir: Path) -> None:
+    """Raise a preflight error when no directory can be made at `output_dir`, or nothing in it."""
+    place = _existing(output_dir)
+    # Not the mode bits: root may write everywhere but on what is mounted read-only.
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise preflight_error(
+            f"checkpoints cannot be written to {output_dir}",
+            cause=f"{place} {'cannot be written' if place.is_dir() else 'is no directory'}",
+            hint="name a directory that can be written with --output-dir",
+        )
 
 
 def _need_space(path: Path, need: int, what: str, hint: str) -> None:
@@ -304,6 +322,7 @@ def preflight(config: TrainConfig, output_dir: Path | None, *, devices: bool = T
     if drafter is not None and config.init_from_drafter and not config.resume:
         wrong.note(lambda: check_start_from(Path(config.init_from_drafter), drafter))
     if drafter is not None and output_dir is not None:
+        wrong.note(lambda: check_writable(output_dir))
         wrong.note(lambda: check_space(config, drafter, output_dir, freed_shm))
     wrong.raise_all()
     assert facts is not None

@@ -6,6 +6,7 @@ import argparse
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -142,7 +143,7 @@ def test_a_bug_is_a_traceback_and_1(capsys: pytest.CaptureFixture[str], monkeypa
     def broken(config: TrainConfig) -> None:
         raise ZeroDivisionError("bucket_ids")
 
-    monkeypatch.setattr(command, "lead", broken)
+    monkeypatch.setattr(command, "attend", broken)
     assert entry.main(["train"]) == 1
     assert "ZeroDivisionError: bucket_ids" in capsys.readouterr().err
 
@@ -248,7 +249,7 @@ import json, os, sys
 from pathlib import Path
 from trainer.config import TrainConfig
 from trainer.pipeline import leader
-leader.launcher_argv = lambda layout, log_dir: [sys.executable, "-c", sys.argv[2], sys.argv[1]]
+leader.launcher_argv = lambda layout, log_dir, module: [sys.executable, "-c", sys.argv[2], sys.argv[1]]
 leader.lead(TrainConfig.from_mapping(json.loads(Path(sys.argv[1]).read_text())))
 """
 REPORT = """
@@ -365,3 +366,50 @@ def test_a_train_that_is_refused_by_itself_leaves_nothing(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     assert entry.main(["train", "--device", "cpu", "--target-model", "/nowhere", "--data-dir", "/nowhere"]) == 7
     assert list(tmp_path.glob("runs/*")) == []
+
+
+def test_an_output_dir_that_cannot_be_one_is_refused(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    config = tmp_path / "c.json"
+    config.write_text(json.dumps(values | {"output_dir": str(file)}))
+    for verb in ("preflight", "train"):
+        assert entry.main([verb, "--config-json", str(config)]) == ExitCode.PREFLIGHT
+        shown = capsys.readouterr().err
+        assert str(file) in shown
+        assert "--output-dir" in shown
+        assert "Traceback" not in shown
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused_under_a_supervisor_too(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DFLASH_RUN_DIR", str(tmp_path / "file" / "run"))
+    config = tmp_path / "c.json"
+    config.write_text(json.dumps(values))
+    assert entry.main(["train", "--config-json", str(config)]) == ExitCode.PREFLIGHT
+    assert "Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_the_launch_leaves_nothing(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, number: int, code: int
+) -> None:
+    reserved: list[Path] = []
+
+    def interrupted(path: Path, size: int) -> None:
+        path.touch()
+        reserved.append(path)
+        os.kill(os.getpid(), number)
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(leader, "create_ring_file", interrupted)
+    config = tmp_path / "c.json"
+    config.write_text(json.dumps(values | {"output_dir": str(tmp_path / "out")}))
+    assert entry.main(["train", "--config-json", str(config)]) == code
+    assert capsys.readouterr().err == "interrupted before the run began\n"
+    (ring,) = reserved
+    assert not ring.exists()
+    assert list((tmp_path / "out").iterdir()) == []
+    assert {each: signal.getsignal(each) for each in before} == before

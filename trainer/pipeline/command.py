@@ -19,7 +19,8 @@ from trainer.config import (
     load_toml,
     parse_set,
 )
-from trainer.pipeline.leader import lead
+from trainer.pipeline.foreground import attend
+from trainer.pipeline.leader import lead, supervised
 
 # Environment variables of the story's script, read here and nowhere else, where the flag is not given.
 _STORY_VARIABLES = {"DFLASH_PROFILE_INTERVAL": "profile_interval", "DFLASH_SPLIT_FC_LAYERS": "split_fc"}
@@ -97,9 +98,10 @@ def _load_json(path: Path) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train; does not return when the launch succeeds. With --only-batch, return its exit code."""
+    """Train; returns the exit code, or under a supervisor not at all when the launch succeeds. With --only-batch its own."""
     if arguments.only_batch is not None:
         from trainer.pipeline import only_batch  # Imports torch, for which no other use of this verb waits.
 
         return only_batch.run(arguments.only_batch, read_values(arguments))
-    return lead(read_config(arguments))
+    config = read_config(arguments)
+    return lead(config) if supervised() else attend(config)

@@ -6,20 +6,21 @@ The process keeps its pid over the exec, so the pid that the supervisor wrote do
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 
 from remote.protocol.errors import DflashError, preflight_error
-from remote.protocol.files import read_json, write_durably
+from remote.protocol.files import read_json
 from remote.protocol.layout import RunLayout, new_run_id
 from trainer import checkpoint_files
 from trainer.config import TrainConfig
+from trainer.pipeline import names
 from trainer.pipeline.caches import cache_environment
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.membership import file_error, hold_run_lock
@@ -32,40 +33,53 @@ from trainer.target.fingerprint import target_fingerprint
 RUN_DIR_VARIABLE = "DFLASH_RUN_DIR"
 """Set by the supervisor; without it the run's directory is made inside output_dir."""
 
-_LEADER = -1
+LEADER = -1
+"""Rank number of the leader's own error record."""
 
-# An AF_UNIX path has at most 107 bytes; "/dflash-xxxxxxxx/pair-99-99.sock" takes 33 of them.
-_LONGEST_PLACE = 70
+LAUNCHER = "torch.distributed.run"
 
 
 def run_layout(config: TrainConfig) -> RunLayout:
-    """Return where this run keeps its files. Raises a usage error when neither supervisor nor output_dir says."""
-    if directory := os.environ.get(RUN_DIR_VARIABLE):
-        return RunLayout(Path(directory))
+    """Return where this run keeps its files: as the supervisor says, else in a new directory."""
+    if supervised():
+        return RunLayout(Path(os.environ[RUN_DIR_VARIABLE]))
     base = Path(config.output_dir or "runs")
     return RunLayout((base / new_run_id()).absolute())
 
 
+def supervised() -> bool:
+    """Whether a supervisor started this process, and with it says where the run lies."""
+    return bool(os.environ.get(RUN_DIR_VARIABLE))
+
+
 def lead(config: TrainConfig) -> NoReturn:
-    """Prepare the run and exec the launcher. Raises DflashError for what the preflight finds."""
+    """Prepare a supervised run and become the launcher. Raises DflashError for what the preflight finds."""
     run = run_layout(config)
-    hold_run_lock(run, inheritable=True)
+    with writable():
+        hold_run_lock(run, inheritable=True)
     try:
         plan = prepare(config, run)
         try:
-            path = run.path / "plan.json"
-            plan.save(path)
-            launch(Layout.of(config), path, config)
+            become_launcher(plan)
         except BaseException:
             plan.forget_names()
             raise
     except Exception as error:
-        if isinstance(error, DflashError) and RUN_DIR_VARIABLE not in os.environ:
-            # Refused before there was a run: nothing is worth keeping. A supervised run's directory is the agent's.
-            shutil.rmtree(run.path)
-        else:
-            file_error(run, error, rank=_LEADER, role="leader", device="", phase="preflight", time=time.time())
+        file_error(run, error, rank=LEADER, role="leader", device="", phase="preflight", time=time.time())
         raise
+
+
+@contextmanager
+def writable() -> Iterator[None]:
+    """Raise what cannot be read or written in the block as a preflight error."""
+    try:
+        yield
+    except OSError as error:
+        raise preflight_error(
+            "the run cannot be prepared",
+            cause=f"{error.filename}: {error.strerror}" if error.filename else str(error),
+            hint="free space there, or name a directory that can be written with --output-dir",
+        ) from error
 
 
 def prepare(config: TrainConfig, run: RunLayout, *, saves: bool = True) -> RunPlan:
@@ -73,6 +87,9 @@ def prepare(config: TrainConfig, run: RunLayout, *, saves: bool = True) -> RunPl
 
     Without `saves` no checkpoint will be written, so no room for one is asked for.
     """
+    # Before space is counted: the ring of a run that was killed takes as much as ours will.
+    for path in names.sweep():
+        print(f"removed what a dead run had left: {path}", file=sys.stderr, flush=True)
     config = config.with_absolute_paths()
     # A directory of its own under output_dir too: a run never writes among another run's checkpoints.
     output_dir = Path(config.output_dir) / run.run_id if config.output_dir else run.checkpoints
@@ -80,9 +97,10 @@ def prepare(config: TrainConfig, run: RunLayout, *, saves: bool = True) -> RunPl
     target = target_fingerprint(found.facts)
     resume, first_step = resume_point(config, found, target)
     documents = run.path / "documents.npz"
-    save_documents(documents, config, found)
     size, slots = ring_size(config, found.drafter)
-    sockets, ring_file = reserve(config, run, size * slots)
+    with writable():
+        save_documents(documents, config, found)
+        sockets, ring_file = reserve(config, run, size * slots)
     return RunPlan(
         run_id=run.run_id,
         run_dir=str(run.path),
@@ -148,7 +166,8 @@ def check_whole(checkpoint: Path) -> None:
     try:
         for name in (checkpoint_files.DRAFTER_FILE, checkpoint_files.OPTIMIZER_FILE):
             read_header(checkpoint / name)
-        read_json(checkpoint / checkpoint_files.DRAFTER_CONFIG_FILE)
+        if read_json(checkpoint / checkpoint_files.DRAFTER_CONFIG_FILE) is None:
+            raise ValueError("there is no such file")
     except (DflashError, ValueError) as error:
         cause = error.cause if isinstance(error, DflashError) else f"{checkpoint_files.DRAFTER_CONFIG_FILE}: {error}"
         raise preflight_error(
@@ -158,12 +177,8 @@ def check_whole(checkpoint: Path) -> None:
 
 def reserve(config: TrainConfig, run: RunLayout, slots_size: int) -> tuple[Path, str]:
     """Make the sockets' directory and the ring's file, named alike; both or, when there is no room, neither."""
-    # A user's TMPDIR may be too deep for a socket: names in it would be refused as "AF_UNIX path too long".
-    place = tempfile.gettempdir()
-    sockets = Path(tempfile.mkdtemp(prefix="dflash-", dir=place if len(place) <= _LONGEST_PLACE else "/tmp"))
+    sockets = names.make_sockets(run)
     try:
-        # Named before the ring exists, so that a killed leader leaves no ring that nobody can find.
-        write_durably(run.sockets, f"{sockets}\n".encode())
         return sockets, reserve_ring(config, sockets.name, slots_size)
     except BaseException:
         sockets.rmdir()
@@ -187,13 +202,13 @@ def reserve_ring(config: TrainConfig, name: str, slots_size: int) -> str:
     return str(path)
 
 
-def launcher_argv(layout: Layout, log_dir: Path) -> list[str]:
+def launcher_argv(layout: Layout, log_dir: Path, module: str = LAUNCHER) -> list[str]:
     """Return the argv of torch's launcher: one process per device, no restarts, rendezvous on a free loopback port."""
     return [
         sys.executable,
         "-u",
         "-m",
-        "torch.distributed.run",
+        module,
         "--nnodes=1",
         f"--nproc-per-node={layout.ranks}",
         "--max-restarts=0",
@@ -207,7 +222,15 @@ def launcher_argv(layout: Layout, log_dir: Path) -> list[str]:
     ]
 
 
-def launch(layout: Layout, plan: Path, config: TrainConfig) -> NoReturn:
+def become_launcher(plan: RunPlan, module: str = LAUNCHER) -> NoReturn:
+    """Write the plan down and become the launcher. Raises DflashError."""
+    path = plan.run.path / "plan.json"
+    with writable():
+        plan.save(path)
+    launch(plan.layout(), path, plan.train_config(), module)
+
+
+def launch(layout: Layout, plan: Path, config: TrainConfig, module: str = LAUNCHER) -> NoReturn:
     """Become the launcher."""
     threads = config.threads or max(1, len(os.sched_getaffinity(0)) // layout.ranks)
     # On a CPU nothing is compiled or tuned.
@@ -225,7 +248,7 @@ def launch(layout: Layout, plan: Path, config: TrainConfig) -> NoReturn:
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    argv = launcher_argv(layout, plan.parent / "launcher")
+    argv = launcher_argv(layout, plan.parent / "launcher", module)
     try:
         os.execve(argv[0], argv, environment)
     except OSError as error:

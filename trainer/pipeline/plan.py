@@ -40,6 +40,8 @@ class RunPlan:
     target_fingerprint: str = ""
     held_out_fingerprint: str = ""
     target_architecture: str = ""
+    attended: bool = False
+    """Whether a process waits in front of a person for the run's end, and tells what ended it."""
 
     def train_config(self) -> TrainConfig:
         return TrainConfig.from_mapping(self.config, "the run's plan")

@@ -47,6 +47,9 @@ def main() -> int:
         faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True)
         # A rank's failure ends the run; before the end of warm-up the names are still there, and nobody else may come.
         plan.forget_names()
+        if plan.attended and plan.run.error(rank).exists():
+            # Who waits in front shows the first cause, once: the tracebacks of all ranks would bury it.
+            return int(failure.code) if isinstance(failure, DflashError) else 1
         if isinstance(failure, DflashError):
             print(failure.render(), file=sys.stderr, flush=True)
             return int(failure.code)

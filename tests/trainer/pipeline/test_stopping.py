@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -88,14 +89,35 @@ def test_other_training_data_are_refused(stopped: Any, start: Start, data_file: 
 
 def test_a_finished_run_has_nothing_to_resume(trained: Start, start: Start) -> None:
     done = trained(**ONE)
-    with pytest.raises(DflashError, match="complete at step 6"):
+    with pytest.raises(DflashError, match="complete at step 6") as caught:
         start(**ONE, resume=done.finished.checkpoint)
+    assert caught.value.hint.endswith("more than epochs = 1")
+
+
+def test_a_run_that_max_steps_ended_is_told_so(trained: Start, start: Start) -> None:
+    done = trained(**ONE, epochs=9, max_steps=2)
+    with pytest.raises(DflashError, match="complete at step 2") as caught:
+        start(**ONE, epochs=9, max_steps=2, resume=done.finished.checkpoint)
+    assert caught.value.hint.endswith("more than max_steps = 2")
 
 
 def test_resuming_from_no_checkpoint_names_the_newest_one(stopped: Any, start: Start) -> None:
     with pytest.raises(DflashError) as caught:
         start(**TWO, **LONG, resume=str(stopped.layout.checkpoints))
     assert str(stopped.checkpoints[-1]) in caught.value.hint
+
+
+@pytest.mark.parametrize("place", ["runs/{run}/checkpoints", "out/{run}", "out/{run}/checkpoints"])
+def test_resuming_from_a_directory_of_runs_names_the_newest_checkpoint_below(
+    stopped: Any, start: Start, tmp_path: Path, place: str
+) -> None:
+    for number, run in enumerate(("20261130-120000-aaaaaa", "20261130-130000-bbbbbb")):
+        newest = tmp_path / place.format(run=run) / f"step-{9 - number:08d}"
+        shutil.copytree(stopped.finished.checkpoint, newest)
+        os.utime(newest / "trainer_state.json", (number, number))
+    with pytest.raises(DflashError) as caught:
+        start(**TWO, **LONG, resume=str(tmp_path / place.partition("/")[0]))
+    assert str(newest) in caught.value.hint
 
 
 @pytest.mark.parametrize("layout", [ONE, TWO, SHARED])
@@ -215,6 +237,18 @@ def test_a_checkpoint_that_was_cut_off_is_refused_before_the_launch(
 ) -> None:
     copy = Path(shutil.copytree(stopped.finished.checkpoint, tmp_path / "copy"))
     (copy / name).write_bytes((copy / name).read_bytes()[:100])
+    with pytest.raises(DflashError, match="cannot be resumed from") as caught:
+        start(**TWO, **LONG, resume=str(copy))
+    assert caught.value.code is ExitCode.PREFLIGHT
+    assert name in caught.value.cause
+
+
+@pytest.mark.parametrize("name", ["drafter.safetensors", "optimizer.safetensors", "drafter_config.json"])
+def test_a_checkpoint_that_lacks_a_file_is_refused_before_the_launch(
+    stopped: Any, start: Start, tmp_path: Path, name: str
+) -> None:
+    copy = Path(shutil.copytree(stopped.finished.checkpoint, tmp_path / "copy"))
+    (copy / name).unlink()
     with pytest.raises(DflashError, match="cannot be resumed from") as caught:
         start(**TWO, **LONG, resume=str(copy))
     assert caught.value.code is ExitCode.PREFLIGHT

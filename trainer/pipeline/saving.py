@@ -51,7 +51,11 @@ class Saving:
             output_dir.mkdir(parents=True, exist_ok=True)
             checkpoint_files.mark_best(output_dir, found[0])
         except OSError as error:
-            raise _not_linked(output_dir, error) from error
+            raise DflashError(
+                "the best checkpoint cannot be linked",
+                cause=str(error),
+                hint=f"{output_dir / checkpoint_files.BEST} must be a link or absent",
+            ) from error
         self.best, self.best_loss = found
 
     def due(self, step: int) -> bool:
@@ -119,25 +123,18 @@ class Saving:
         saved = checkpoint.save(
             output_dir, state, self.drafter, self.optimizer, dtype=self.config.dtype, progress=progress
         )
+        # The checkpoint is whole: what cannot be done beside it is told, and neither undoes it nor ends the run.
         if is_best:
             try:
                 checkpoint_files.mark_best(output_dir, saved.path)
+                self.best_loss, self.best = measured, saved.path
             except OSError as error:
-                raise _not_linked(output_dir, error) from error
-            self.best_loss, self.best = measured, saved.path
+                desk.reporter.alarm("best_not_linked", f"the best checkpoint cannot be linked: {error}", step)
         try:
             checkpoint_files.rotate(output_dir, self.config.keep_checkpoints)
         except OSError as error:
-            raise DflashError("old checkpoints cannot be removed", cause=str(error)) from error
+            desk.reporter.alarm("old_checkpoints_kept", f"old checkpoints cannot be removed: {error}", step)
         return saved
-
-
-def _not_linked(output_dir: Path, error: OSError) -> DflashError:
-    return DflashError(
-        "the best checkpoint cannot be linked",
-        cause=str(error),
-        hint=f"{output_dir / checkpoint_files.BEST} must be a link or absent",
-    )
 
 
 def stop_request(plan: RunPlan) -> StopRequest | None:

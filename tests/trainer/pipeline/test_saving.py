@@ -86,6 +86,12 @@ def said_best(run: Saving) -> list[tuple[int, bool]]:
     return [(each.step, each.best) for each in run.desk.telemetry.of(ev.CheckpointSaved)]
 
 
+def alarms(run: Saving) -> list[Any]:
+    assert run.desk is not None
+    assert isinstance(run.desk.telemetry, Events)
+    return run.desk.telemetry.of(ev.AlarmRaised)
+
+
 # ---- kill -9 at every point of a save with its link and its rotation
 
 KILLED = """
@@ -213,14 +219,38 @@ def test_drafters_without_a_desk_link_nothing(tmp_path: Path) -> None:
 # ---- what cannot be done is said by its own name
 
 
-def test_a_link_that_cannot_be_made_is_no_rotation_that_failed(tmp_path: Path) -> None:
+def test_a_link_that_cannot_be_made_costs_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "out" / BEST).mkdir(parents=True)
     run = saving(tmp_path / "out")
-    save_all(run, {1: 1.0})
-    assert run.desk is not None
-    assert isinstance(run.desk.telemetry, Events)
-    (alarm,) = run.desk.telemetry.of(ev.AlarmRaised)
-    assert "the best checkpoint cannot be linked" in alarm.message
+    save_all(run, {1: 2.0, 100: 1.0})
+    assert [(each.alarm, each.step) for each in alarms(run)] == [("best_not_linked", 1), ("best_not_linked", 100)]
+    assert "the best checkpoint cannot be linked" in alarms(run)[0].message
+    assert said_best(run) == [(1, False), (100, False)]
+    assert run.last == step_directory(tmp_path / "out", 100)
+    (tmp_path / "out" / BEST).rmdir()
+    save_all(run, {101: 1.5})
+    assert best_step(tmp_path / "out") == 101  # That of step 100 was rotated away or will be: nothing leads to it.
+
+
+def test_old_checkpoints_that_cannot_be_removed_cost_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(output_dir: Path, keep: int) -> None:
+        raise PermissionError(1, "Operation not permitted", str(output_dir))
+
+    monkeypatch.setattr("trainer.checkpoint_files.rotate", refuse)
+    run = saving(tmp_path / "out")
+    save_all(run, {1: None, 100: None})
+    assert [(each.alarm, each.step) for each in alarms(run)] == [
+        ("old_checkpoints_kept", 1),
+        ("old_checkpoints_kept", 100),
+    ]
+    assert run.last == step_directory(tmp_path / "out", 100)
+
+
+def test_a_resumed_run_that_cannot_link_its_best_says_so_at_once(tmp_path: Path) -> None:
+    save_all(saving(tmp_path / "first"), {1: 1.0})
+    (tmp_path / "second" / BEST).mkdir(parents=True)
     with pytest.raises(DflashError, match="cannot be linked") as caught:
-        save_all(run, {100: 1.0})
+        saving(tmp_path / "second", resume=step_directory(tmp_path / "first", 1))
     assert BEST in caught.value.hint

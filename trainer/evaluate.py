@@ -15,6 +15,7 @@ from remote.protocol.errors import preflight_error, usage_error
 from trainer.choice import Sampling
 from trainer.data.chat import parse_template_kwargs
 from trainer.data.documents import Dataset, open_dataset
+from trainer.devices import device_named
 from trainer.drafter.config import DrafterConfig
 from trainer.exported import load_exported
 from trainer.measure import BATCH_SIZE, Evaluation, TargetAlone, decode_alone, evaluate
@@ -61,10 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate as the command line says; return the exit code."""
     _check_arguments(arguments)
+    device = device_named(arguments.device)
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
     dtype, facts = DTYPES[arguments.dtype], target_facts(arguments.target_model)
     # All files before the target, which takes longer: a wrong path fails at once.
-    drafters = [load_exported(path, dtype, facts.num_layers).to(arguments.device) for path in arguments.drafter]
+    drafters = [load_exported(path, dtype, facts.num_layers).to(device) for path in arguments.drafter]
     for path, drafter in zip(arguments.drafter, drafters, strict=True):
         _check_pair(path, drafter.config, facts)
     dataset = _open(arguments.on_policy_data, facts) if arguments.on_policy_data else None
@@ -73,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     document: dict[str, Any] = {"schema": 1, "target_model": str(facts.path.resolve())} | settings
 
     def load(ids: Sequence[int]) -> Decoder:
-        return load_decoder(arguments.target_model, dtype=dtype, device=arguments.device, target_layer_ids=ids)
+        return load_decoder(arguments.target_model, dtype=dtype, device=device, target_layer_ids=ids)
 
     # Without a drafter nobody asks for what is captured.
     decoder = load(drafters[0].config.target_layer_ids if drafters else (0,))
@@ -113,6 +115,8 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         raise usage_error("there is nothing to evaluate", hint="give --drafter DIR, or --on-policy-data, or both")
     if arguments.json and not arguments.json.parent.is_dir():
         raise usage_error(f"there is no directory for --json {arguments.json}")
+    if arguments.json and arguments.json.is_dir():
+        raise usage_error(f"--json {arguments.json} is a directory", hint="name a file")
 
 
 def _open(path: Path, facts: TargetFacts) -> Dataset:

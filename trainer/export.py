@@ -21,7 +21,7 @@ from trainer.export_speculators import speculators_config
 from trainer.exported import check_state, read_state_file
 from trainer.model_card import Card
 from trainer.target.facts import HYBRID, read_config
-from trainer.target.new_directory import new_directory
+from trainer.target.new_directory import new_directory, told_if_unwritable
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LAYOUTS = ("zlab", "speculators")
@@ -56,7 +56,7 @@ def export_drafter(
             cause=f"{overflowed[0]} in {dtype}, and {len(overflowed) - 1} more tensors",
             hint="export an earlier checkpoint, or another dtype",
         )
-    with new_directory(destination) as directory:
+    with told_if_unwritable(destination), new_directory(destination) as directory:
         text = json.dumps(served_config or config.to_zlab(dtype), indent=2)
         (directory / "config.json").write_text(text + "\n", encoding="utf-8")
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -52,7 +52,8 @@ def build_target(directory: Path, architecture: str, seed: int, max_shard_size: 
     else:
         kind = {"LlamaForCausalLM": "LlamaConfig", "Qwen3ForCausalLM": "Qwen3Config"}.get(architecture)
         config = getattr(transformers, kind or "Qwen3_5TextConfig")(**values)
-    model = getattr(transformers, architecture)(config).float()
+    # Not float(): tests of decoding put double() in its place while a target may be built.
+    model = getattr(transformers, architecture)(config).to(torch.float32)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
 

@@ -384,3 +384,11 @@ def test_a_missing_place_for_the_figures_is_said_before_the_work(exported, tmp_p
     path, _, out = exported("full")
     with pytest.raises(DflashError, match="no directory"):
         run("--target-model", path, "--drafter", out, "--json", tmp_path / "absent" / "out.json")
+
+
+def test_a_place_for_the_figures_that_is_a_directory_and_an_unknown_device_are_said_first(exported, tmp_path):
+    path, _, out = exported("full")
+    with pytest.raises(DflashError, match="is a directory"):
+        run("--target-model", path, "--drafter", out, "--json", tmp_path)
+    with pytest.raises(DflashError, match="cuda:77"):
+        run("--target-model", path, "--drafter", out, "--device", "cuda:77")

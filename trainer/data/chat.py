@@ -21,6 +21,15 @@ from numpy.typing import NDArray
 from remote.protocol.errors import preflight_error, usage_error
 from trainer.data.dialects import Conversation, Message
 
+# Parameters of transformers' apply_chat_template and what it passes on: no keywords of a template.
+_TAKEN = frozenset(
+    (
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+
 
 @dataclass(frozen=True)
 class Rendered:
@@ -173,6 +182,13 @@ def parse_template_kwargs(text: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise usage_error(
             f"--chat-template-kwargs {text} is no JSON object", hint="for instance '{\"enable_thinking\": false}'"
+        )
+    taken = sorted(_TAKEN & values.keys())
+    if taken:
+        raise usage_error(
+            f"--chat-template-kwargs cannot set {taken[0]}",
+            cause="what goes into the template is decided here, or comes from the rows",
+            hint="give keywords of the template's own, such as enable_thinking",
         )
     return values
 

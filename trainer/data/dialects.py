@@ -11,14 +11,19 @@ from typing import Any, Literal
 
 from trainer.data.jsonl import row_error
 
-# role/content is OpenAI's form, from/value ShareGPT's with its own names of roles.
+# role/content is OpenAI's form, from/value ShareGPT's with its own names of roles. Others, in whatever case, are none: a
+# template renders any, and the assistant's turns would be without labels, without a word.
 _ROLES = {
+    **{name: name for name in ("system", "developer", "user", "assistant", "tool", "function", "ipython")},
     "human": "user",
     "gpt": "assistant",
+    "chatgpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
     "function_call": "assistant",
     "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
 }
 
 # Servers name a reply's thoughts in two ways; templates know the first.
@@ -62,8 +67,10 @@ def conversation_of(row: dict[str, Any], path: Path, number: int) -> Conversatio
     """
     turns = row.get("messages", row.get("conversations"))
     if turns is None and "prompt" in row:
-        turns = [{"role": "user", "content": row["prompt"]}]
-        turns += [{"role": "assistant", "content": row[name]} for name in ("completion", "response") if name in row]
+        replies = [{"role": "assistant", "content": row[name]} for name in ("completion", "response") if name in row]
+        if len(replies) > 1:
+            raise row_error(path, number, "it has both completion and response")
+        turns = [{"role": "user", "content": row["prompt"]}, *replies]
     if not isinstance(turns, list) or not turns:
         columns = ", ".join(sorted(row)) or "none"
         raise row_error(path, number, f"no messages, conversations or prompt in it; columns seen: {columns}")
@@ -87,7 +94,9 @@ def _message(turn: Any, path: Path, number: int) -> Message:
         if content is None and extras.get("tool_calls") and turn.get("content", turn.get("value")) is None:
             content = ""
         if isinstance(role, str) and content is not None:
-            return Message(_ROLES.get(role, role), content, extras)
+            if role.lower() not in _ROLES:
+                raise row_error(path, number, f"no known role: {role!r}", f"name it one of {', '.join(_ROLES)}")
+            return Message(_ROLES[role.lower()], content, extras)
     raise row_error(path, number, "a message needs role and content (or from and value), both strings")
 
 

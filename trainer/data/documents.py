@@ -74,6 +74,7 @@ class Dataset:
             without_candidates=read - len(self.lengths),
             supervised_tokens=sum(int(scan.supervised.sum()) for scan in scans),
         )
+        self._checksums = checksums
         digest = hashlib.sha256(b"dflash documents 1\n")
         for column in (self.lengths, self.supervised, self.candidates, checksums):
             digest.update(column.astype(column.dtype.newbyteorder("<")).tobytes())
@@ -88,6 +89,12 @@ class Dataset:
             raise IndexError(f"document {index} of {len(self)}")
         chunk, row, length = self._chunks[self._chunk_of[index]], int(self._row_of[index]), int(self.lengths[index])
         return Document(chunk.input_ids(row, length), chunk.loss_mask(row, length))
+
+    def common(self, other: Dataset) -> int:
+        """Return how many documents of `other` are in this set too, by length and checksum, as far as both are cut."""
+        mine, theirs = (np.stack([each.lengths.astype(np.uint64), each._checksums], axis=1) for each in (self, other))
+        kind = np.dtype([("length", np.uint64), ("checksum", np.uint64)])
+        return int(np.isin(theirs.view(kind)[:, 0], mine.view(kind)[:, 0]).sum())
 
     def token_ids_seen(self) -> NDArray[np.int64]:
         """Return the sorted distinct token ids of all documents, int64[m]."""

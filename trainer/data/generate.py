@@ -9,21 +9,26 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from remote.protocol.errors import preflight_error, usage_error
+from remote.protocol.locks import LockBusy, LockKind, acquire
 from trainer.data.chat import ChatTokenizer, load_tokenizer, parse_template_kwargs
 from trainer.data.dialects import Message
 from trainer.data.jsonl import parse_row
 from trainer.data.openai_server import ChatServer, ServerSettings, replies
 from trainer.data.progress import Progress
 from trainer.data.prompts import Answer, Prompt, key_of_row, read_prompts
+from trainer.target.facts import read_config
+from trainer.target.new_directory import told_if_unwritable
 
 # Prompts are sorted by length inside a window of this many batches: little padding, and still every part of the
 # output is a fair sample of the prompts, so that an interrupted run leaves a usable set.
@@ -82,25 +87,32 @@ def run(args: argparse.Namespace) -> int:
     """Generate what is missing in the output; return the exit code.
 
     Raises:
-        DflashError: a flag out of range, a bad prompt row, an output made with other settings, an unknown recurrent target.
+        DflashError: a flag out of range, a bad prompt row, an output made with other settings or written to by somebody
+            else, an unknown recurrent target.
     """
     _check_flags(args)
+    read_config(args.target_model)
     chat = load_tokenizer(args.target_model, parse_template_kwargs(args.chat_template_kwargs))
     server = _server(args, chat) if args.server else None
     recipe = _recipe(args, chat, server)
-    done = _resume(args.output, recipe)
-    longest = args.max_length - args.max_new_tokens if args.max_length else sys.maxsize
-    prompts, skipped = read_prompts(args.prompts, chat, done, longest)
-    print(f"{len(prompts)} prompts to do, {len(done)} done before, {skipped} skipped as too long", flush=True)
-    if prompts:
-        answers = replies(server, prompts, args.concurrency) if server else _decoded(args, chat, recipe, prompts)
-        _write(answers, len(prompts), args)
+    with _held(args.output):
+        done = _resume(args.output, recipe)
+        longest = args.max_length - args.max_new_tokens if args.max_length else sys.maxsize
+        prompts, skipped = read_prompts(args.prompts, chat, done, longest)
+        print(f"{len(prompts)} prompts to do, {len(done)} done before, {skipped} skipped as too long", flush=True)
+        if prompts:
+            answers = replies(server, prompts, args.concurrency) if server else _decoded(args, chat, recipe, prompts)
+            _write(answers, len(prompts), args)
     return 0
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    if min(args.max_new_tokens, args.batch_size, args.concurrency) < 1 or args.temperature < 0:
-        raise usage_error("--max-new-tokens, --batch-size and --concurrency start at 1, --temperature at 0")
+    if min(args.max_new_tokens, args.batch_size, args.concurrency, args.threads or 1) < 1 or args.threads == 0:
+        raise usage_error("--max-new-tokens, --batch-size, --concurrency and --threads start at 1")
+    if not 0 <= args.temperature < math.inf:
+        raise usage_error(
+            f"--temperature {args.temperature} is not possible", hint="0 for greedy, else a positive number"
+        )
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise usage_error(f"--top-p {args.top_p} is no share", hint="it is above 0 and at most 1")
     if args.top_k is not None and args.top_k < 1:
@@ -112,7 +124,7 @@ def _server(args: argparse.Namespace, chat: ChatTokenizer) -> ChatServer:
     # Fields beyond OpenAI's are sent only where they say something: its own service refuses them.
     extra = {"top_p": args.top_p, "top_k": args.top_k, "chat_template_kwargs": chat.template_kwargs}
     request = sampling | {name: value for name, value in extra.items() if value}
-    key = args.api_key_file.read_text().strip() if args.api_key_file else ""
+    key = _read(args.api_key_file).strip() if args.api_key_file else ""
     server = ChatServer(
         ServerSettings(args.server, request, key, args.timeout, args.token_ids), args.server_model or ""
     )
@@ -124,19 +136,25 @@ def _server(args: argparse.Namespace, chat: ChatTokenizer) -> ChatServer:
 def _write(answers: Answers, count: int, args: argparse.Namespace) -> None:
     """Append each answer as a whole line, on disk before the next ones are waited for."""
     without = 0
-    with args.output.open("ab") as output, closing(answers), Progress("generate", count) as progress:
+    # Unbuffered, so that what a full disk refuses is not tried again at the end.
+    with args.output.open("ab", buffering=0) as output, closing(answers), Progress("generate", count) as progress:
         for part in answers:
-            for prompt, answer in part:
-                if answer is None:
-                    without += 1
-                    continue
-                row = answer.row(prompt, with_ids=args.token_ids)
-                output.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
-            output.flush()
-            os.fsync(output.fileno())
+            rows = [answer.row(prompt, with_ids=args.token_ids) for prompt, answer in part if answer is not None]
+            without += len(part) - len(rows)
+            lines = (json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n" for row in rows)
+            with told_if_unwritable(args.output):
+                _write_all(output, b"".join(lines))
+                os.fsync(output.fileno())
             progress.add(len(part), sum(answer.tokens for _, answer in part if answer))
     if without:
         print(f"{without} prompts got no usable reply; the same command tries them again", file=sys.stderr)
+
+
+def _write_all(output: FileIO, data: bytes) -> None:
+    """Write all of it: a full disk takes a part first, and raises only when asked to take the rest."""
+    view = memoryview(data)
+    while view:
+        view = view[output.write(view) :]
 
 
 def stop_ids(target_model: Path, chat: ChatTokenizer) -> list[int]:
@@ -145,12 +163,12 @@ def stop_ids(target_model: Path, chat: ChatTokenizer) -> list[int]:
     Both, since a converted model may name only the end of a text there and run on behind the end of its turn.
 
     Raises:
-        DflashError: there is none.
+        DflashError: there is none, or the generation configuration is damaged.
     """
     named: list[int] = [] if chat.eos_token_id is None else [chat.eos_token_id]
     path = target_model / "generation_config.json"
     if path.is_file():
-        ids = json.loads(path.read_text()).get("eos_token_id") or []
+        ids = _object(path).get("eos_token_id") or []
         named += ids if isinstance(ids, list) else [ids]
     if not named:
         raise preflight_error(
@@ -166,8 +184,9 @@ def _decoded(args: argparse.Namespace, chat: ChatTokenizer, recipe: Recipe, prom
     # Only now, since torch takes seconds to import and everything before can already refuse the call.
     from trainer.data.decoding import DecodeSettings, decode_batch
     from trainer.data.generator_model import load_generator
+    from trainer.devices import device_named
 
-    model = load_generator(args.target_model, args.dtype, args.device, args.threads)
+    model = load_generator(args.target_model, args.dtype, device_named(args.device), args.threads)
     settings = DecodeSettings(
         args.max_new_tokens, args.temperature, args.seed, tuple(recipe.stop_ids), args.top_p or 1.0, args.top_k or 0
     )
@@ -197,14 +216,37 @@ def _recipe(args: argparse.Namespace, chat: ChatTokenizer, server: ChatServer | 
     )
 
 
+@contextmanager
+def _held(output: Path) -> Iterator[None]:
+    """Hold the output for this process: a second one would answer the same prompts and cut lines in the middle."""
+    with told_if_unwritable(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = acquire(output, LockKind.EXCLUSIVE)
+        except LockBusy:
+            raise preflight_error(
+                f"another generate writes to {output}", hint="wait for it, or end it and start this one again"
+            ) from None
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
 def _resume(output: Path, recipe: Recipe) -> set[str]:
     """Compare the recipe with the stored one, cut a torn last line, and return the keys that are done."""
     beside = output.with_name(output.name + ".recipe.json")
-    if not output.exists():
-        output.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(asdict(recipe), indent=1) + "\n")
+    if not output.stat().st_size:
+        with told_if_unwritable(beside):
+            beside.write_text(json.dumps(asdict(recipe), indent=1) + "\n")
         return set()
-    stored = json.loads(beside.read_text()) if beside.exists() else {}
+    if not beside.exists():
+        raise preflight_error(
+            f"{output} holds something that generate did not write",
+            cause=f"there is no {beside.name} beside it",
+            hint="use another --output",
+        )
+    stored = _object(beside)
     changed = [f"{k} was {stored.get(k)!r}, is {v!r}" for k, v in asdict(recipe).items() if stored.get(k) != v]
     if changed:
         raise preflight_error(
@@ -213,6 +255,26 @@ def _resume(output: Path, recipe: Recipe) -> set[str]:
             hint=f"use the settings of {beside.name}, or another --output",
         )
     return set(_done_keys(output))
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or raise the DflashError that names it."""
+    try:
+        values = json.loads(_read(path))
+    except ValueError as problem:
+        raise preflight_error(f"{path} is no JSON", cause=str(problem), hint="copy or make it again") from problem
+    if not isinstance(values, dict):
+        raise preflight_error(f"{path} holds no JSON object", hint="copy or make it again")
+    return values
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise preflight_error(
+            f"cannot read {path}", cause=str(problem), hint="check the path and its mode"
+        ) from problem
 
 
 def _done_keys(output: Path) -> Iterator[str]:

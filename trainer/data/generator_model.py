@@ -12,7 +12,7 @@ from remote.protocol.errors import preflight_error
 from trainer.target.facts import HYBRID, read_config
 
 
-def load_generator(path: Path, dtype: str, device: str, threads: int | None) -> Any:
+def load_generator(path: Path, dtype: str, device: torch.device, threads: int | None) -> Any:
     """Load the model in eval mode; of a multimodal wrapper the text class alone.
 
     Raises:

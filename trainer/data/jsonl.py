@@ -51,8 +51,17 @@ def parse_row(line: bytes, path: Path, number: int) -> dict[str, Any]:
     """Return the object of one line, or raise the DflashError that names file and line."""
     try:
         row = json.loads(line)
+        # Valid as JSON, but no text: tokenizers and files refuse it. Only an escape can be one, and few lines have any.
+        if b"\\ud" in line or b"\\uD" in line:
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise row_error(
+            path, number, f"it holds half a surrogate pair, \\u{ord(error.object[error.start]):x}"
+        ) from error
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both of this kind
         raise row_error(path, number, f"the line is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise row_error(path, number, "the line is nested too deeply") from error
     if not isinstance(row, dict):
         raise row_error(path, number, f"the line holds a {type(row).__name__}, not an object")
     return row

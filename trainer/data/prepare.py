@@ -19,7 +19,7 @@ from trainer.data.sources import Source, line_batches, mixed, parse_source
 from trainer.data.statistics import Counts, table, total
 from trainer.data.tokenised_files import DocumentWriter, document_writer
 from trainer.data.tokenising import Task, tokenise_all
-from trainer.target.new_directory import new_directory
+from trainer.target.new_directory import new_directory, told_if_unwritable
 
 _SCHEMA = 2
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     chat = load_tokenizer(args.target_model, kwargs)
     sources = _sources(args)
     task = Task(args.target_model, kwargs, sources, args.max_length, args.held_out)
-    with new_directory(args.output) as directory:
+    with told_if_unwritable(args.output), new_directory(args.output) as directory:
         counts = _write(chat, task, directory, args.processes or _processes(sources), args.skip_bad_rows)
         whole = total(counts)
         facts = {
@@ -108,13 +108,20 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise usage_error(f"--held-out {args.held_out} is no share", hint="it is at least 0 and less than 1, e.g. 0.02")
     if args.processes is not None and args.processes < 1:
         raise usage_error(f"--processes {args.processes} is not possible", hint="it starts at 1")
+    if args.skip_bad_rows < 0:
+        raise usage_error(f"--skip-bad-rows {args.skip_bad_rows} is not possible", hint="it starts at 0")
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
     sources = [parse_source(text) for text in args.source] if args.source else [Source(path) for path in args.input]
-    twice = [s.path for i, s in enumerate(sources) if s.path in [other.path for other in sources[:i]]]
+    places = [source.path.resolve() for source in sources]
+    twice = [source.path for i, source in enumerate(sources) if places[i] in places[:i]]
     if twice:
         raise usage_error(f"{twice[0]} is named twice", hint="a --source may have a larger weight")
+    # Read more than once: for its rows, its size and its checksum. A pipe, as of <(zcat ...), is empty the second time.
+    odd = [source.path for source in sources if source.path.exists() and not source.path.is_file()]
+    if odd:
+        raise preflight_error(f"{odd[0]} is no regular file", hint="give a .jsonl or .jsonl.gz file")
     return mixed(sources, args.mixing) if args.source else sources
 
 
@@ -162,7 +169,7 @@ def _check(counts: Counts, held_out: float) -> None:
         raise preflight_error(
             "no supervised token in any document: there is nothing to train on",
             cause=str(counts),
-            hint="the data need assistant turns that the chat template renders as it does in a prompt",
+            hint=_way_out(counts),
         )
     if held_out and not counts.held_out:
         raise preflight_error(
@@ -170,6 +177,15 @@ def _check(counts: Counts, held_out: float) -> None:
             cause=f"there are {counts.written} documents",
             hint="raise --held-out, or leave it away",
         )
+
+
+def _way_out(counts: Counts) -> str:
+    """Return what may be wrong where nothing is left to train on."""
+    if not counts.read:
+        return "the input holds no conversation: give files with rows"
+    if counts.truncated:
+        return "the documents were cut before their first label: raise --max-length"
+    return "the data need assistant turns that the chat template renders as it does in a prompt"
 
 
 def _recipe(args: argparse.Namespace, chat: ChatTokenizer) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def _check_ids(
     raise row_error(
         chunk.source,
         int(chunk.rows[first + int(np.searchsorted(starts, position, side="right")) - 1]),
-        f"token id {ids[position]} is outside the vocabulary of {limit}",
+        # As the file has it: ids beyond 63 bits are negative by now.
+        f"token id {chunk.ids[int(chunk.offsets[first]) + position]} is outside the vocabulary of {limit}",
         "tokenise with the target's own tokenizer",
     )
 

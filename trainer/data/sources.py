@@ -17,6 +17,9 @@ from trainer.data.jsonl import read_lines
 _BATCH_BYTES = 1 << 20
 _BATCH_ROWS = 1024
 
+# A weight that asks for more of each conversation, or for less than this part of them, is a slip of the pen.
+_MOST_TIMES = 1e6
+
 Mixing = Literal["shrink", "repeat"]
 
 
@@ -66,8 +69,23 @@ def mixed(sources: Sequence[Source], mixing: Mixing) -> list[Source]:
         if not count:
             raise preflight_error(f"{source.path} has no rows", cause="it has a weight", hint="leave it out")
     choose = min if mixing == "shrink" else max
-    scale = choose(count / source.weight for source, count in zip(sources, rows, strict=True))
-    return [replace(source, times=scale * source.weight / count) for source, count in zip(sources, rows, strict=True)]
+    # Of logarithms, since quotients of weights may be beyond what a float holds.
+    shares = [math.log(source.weight) - math.log(count) for source, count in zip(sources, rows, strict=True)]
+    whole = -choose(-share for share in shares)
+    for source, share in zip(sources, shares, strict=True):
+        if abs(share - whole) > math.log(_MOST_TIMES):
+            how = "taken less than once in" if share < whole else "repeated more than"
+            raise usage_error(
+                f"the weights lie too far apart: each conversation of {source.path} would be {how} a million",
+                hint="give weights that are nearer to the rows of the files",
+            )
+    heaviest = max(source.weight for source in sources)
+    weights = [source.weight / heaviest for source in sources]
+    scale = choose(count / weight for count, weight in zip(rows, weights, strict=True))
+    return [
+        replace(source, times=scale * weight / count)
+        for source, weight, count in zip(sources, weights, rows, strict=True)
+    ]
 
 
 def copies(key: str, times: float) -> int:

@@ -52,7 +52,8 @@ class Counts:
 
     def count(self, documents: Documents, *, held_out: bool) -> None:
         """Count documents that go into one of the two parts."""
-        tokens, supervised = len(documents.input_ids), int(documents.loss_mask.sum())
+        tokens = int(documents.lengths @ documents.times)
+        supervised = int(documents.loss_mask @ np.repeat(documents.times, documents.lengths))
         if held_out:
             self.held_out += len(documents)
             self.held_out_tokens += tokens
@@ -62,7 +63,8 @@ class Counts:
             self.tokens += tokens
             self.supervised_tokens += supervised
             powers = np.ceil(np.log2(np.maximum(documents.lengths, 1))).astype(int).tolist()
-            self.lengths.update(1 << power for power in powers)
+            for power, times in zip(powers, documents.times.tolist(), strict=True):
+                self.lengths[1 << power] += times
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON types, `lengths` with ascending keys."""

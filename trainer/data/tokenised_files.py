@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, Self
@@ -24,26 +24,47 @@ _BATCH_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class Documents:
-    """n documents one after the other: input_ids int32[tokens], loss_mask uint8[tokens], lengths int64[n].
+    """n documents one after the other: input_ids int32[tokens], loss_mask uint8[tokens], lengths and times int64[n].
 
-    Three arrays and not one object a document: they cross from process to process by copying memory.
+    A few arrays and not one object a document: they cross from process to process by copying memory. `times` says how
+    often each stands in the set; a document is repeated where it is written, so that memory knows no weights.
     """
 
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
     lengths: NDArray[np.int64]
+    times: NDArray[np.int64]
 
     @classmethod
-    def of(cls, documents: Sequence[Encoded]) -> Documents:
-        """Join documents."""
+    def of(cls, documents: Sequence[Encoded], times: Sequence[int] | None = None) -> Documents:
+        """Join documents; each counts once if `times` does not say otherwise."""
         return cls(
             np.concatenate([np.zeros(0, np.int32), *(document.input_ids for document in documents)]),
             np.concatenate([np.zeros(0, np.uint8), *(document.loss_mask for document in documents)]),
             np.array([len(document.input_ids) for document in documents], dtype=np.int64),
+            np.array([1] * len(documents) if times is None else times, dtype=np.int64),
         )
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        """Documents with their repetitions."""
+        return int(self.times.sum())
+
+    def repeated(self) -> Iterator[Documents]:
+        """Yield all documents as often as they count, each time in its place, in pieces of about a million tokens."""
+        if (self.times == 1).all():
+            yield self
+            return
+        ends, starts = np.cumsum(self.times), np.cumsum(self.lengths) - self.lengths
+        step = max(_BATCH_TOKENS // max(int(self.lengths.max()), 1), 1)
+        for first in range(0, len(self), step):
+            rows = np.searchsorted(ends, np.arange(first, min(first + step, len(self))), side="right").tolist()
+            spans = [slice(int(starts[row]), int(starts[row] + self.lengths[row])) for row in rows]
+            yield Documents(
+                np.concatenate([self.input_ids[span] for span in spans]),
+                np.concatenate([self.loss_mask[span] for span in spans]),
+                self.lengths[rows],
+                np.ones(len(rows), np.int64),
+            )
 
 
 class DocumentWriter(Protocol):
@@ -54,7 +75,7 @@ class DocumentWriter(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def write(self, documents: Documents) -> None:
-        """Append documents."""
+        """Append documents, each as often as it counts."""
         ...
 
 
@@ -78,13 +99,14 @@ class JsonlWriter:
         self._file.close()
 
     def write(self, documents: Documents) -> None:
-        """Append documents."""
-        end = 0
-        for length in documents.lengths.tolist():
-            span = slice(end, end + length)
-            end += length
-            row = {"input_ids": documents.input_ids[span].tolist(), "loss_mask": documents.loss_mask[span].tolist()}
-            self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+        """Append documents, each as often as it counts."""
+        for piece in documents.repeated():
+            end = 0
+            for length in piece.lengths.tolist():
+                span = slice(end, end + length)
+                end += length
+                row = {"input_ids": piece.input_ids[span].tolist(), "loss_mask": piece.loss_mask[span].tolist()}
+                self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
 
 
 class ArrowWriter:
@@ -108,11 +130,12 @@ class ArrowWriter:
         self._file.close()
 
     def write(self, documents: Documents) -> None:
-        """Append documents."""
-        self._waiting.append(documents)
-        self._tokens += len(documents.input_ids)
-        if self._tokens >= _BATCH_TOKENS:
-            self._flush()
+        """Append documents, each as often as it counts."""
+        for piece in documents.repeated():
+            self._waiting.append(piece)
+            self._tokens += len(piece.input_ids)
+            if self._tokens >= _BATCH_TOKENS:
+                self._flush()
 
     def _flush(self) -> None:
         lengths = np.concatenate([np.zeros(1, np.int64), *(documents.lengths for documents in self._waiting)])

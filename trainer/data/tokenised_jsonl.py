@@ -20,6 +20,9 @@ _CHUNK_TOKENS = 1 << 22
 def supervision_column(columns: Collection[str], source: Path) -> Supervision:
     """Return the first known supervision column; the DflashError without one names the columns seen."""
     kind = next((kind for kind in Supervision if kind.value in columns), None)
+    twice = [name for name in ("input_ids", kind.value if kind else "") if list(columns).count(name) > 1]
+    if twice:
+        raise preflight_error(f"{source} has several columns named {twice[0]}", hint="keep one of them")
     if "input_ids" in columns and kind is not None:
         return kind
     chat = any(name in columns for name in ("messages", "conversations", "prompt"))
@@ -90,6 +93,8 @@ def prompt_length(value: Any, path: Path, number: int) -> int:
     """Return a prompt_len that is an integer of at least 0, or raise for the row."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise row_error(path, number, f"prompt_len is {value!r}, not an integer of at least 0")
+    if value > np.iinfo(np.int32).max:
+        raise row_error(path, number, "prompt_len lies beyond 32 bits")
     return value
 
 

@@ -88,14 +88,14 @@ def tokenise(chat: ChatTokenizer, task: Task, batch: LineBatch) -> Tokenised:
         else:
             counts.not_taken += not times
     counts.bad_rows = len(bad)
-    parts: dict[bool, list[Encoded]] = {False: [], True: []}
+    parts: dict[bool, list[tuple[Encoded, int]]] = {False: [], True: []}
     documents = chat.tokenise([rendered for rendered, _, _ in taken])
     for document, (_, times, aside) in zip(documents, taken, strict=True):
         cut = _cut(document, task.max_length, counts)
         if cut is not None:
             # Held-out documents are measured on, not learnt from: once is enough.
-            parts[aside] += [cut] * (1 if aside else times)
-    train, aside = Documents.of(parts[False]), Documents.of(parts[True])
+            parts[aside].append((cut, 1 if aside else times))
+    train, aside = (Documents.of([each for each, _ in part], [n for _, n in part]) for part in parts.values())
     counts.count(train, held_out=False)
     counts.count(aside, held_out=True)
     return Tokenised(batch.source, batch.position, train, aside, counts, bad)
@@ -136,6 +136,7 @@ def tokenise_all(chat: ChatTokenizer, task: Task, batches: Iterable[LineBatch], 
         return
     # Spawned: a fork would copy the threads' locks of everything imported here in whatever state they are.
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start_worker, (task,))
+    others = multiprocessing.active_children()
     try:
         yield from in_order(lambda batch: pool.submit(_in_worker, batch), batches, 2 * processes)
     except BrokenProcessPool as error:
@@ -144,6 +145,12 @@ def tokenise_all(chat: ChatTokenizer, task: Task, batches: Iterable[LineBatch], 
             cause="most likely the system ended it for want of memory",
             hint="use fewer --processes",
         ) from error
+    except BaseException:
+        # Ctrl-C, a bad row: a worker that still imports, or tokenises, would be waited for up to 15 s.
+        for worker in multiprocessing.active_children():
+            if worker not in others:
+                worker.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -92,6 +92,20 @@ def test_what_is_wrong_is_named(tmp_path: Path, name: str, columns: dict[str, An
     assert str(tmp_path / name) in caught.value.error
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow"])
+def test_a_column_that_stands_twice_is_named(tmp_path: Path, name: str) -> None:
+    table = pa.table([pa.array(IDS), pa.array(IDS), pa.array([0] * 4)], names=["input_ids", "input_ids", "prompt_len"])
+    with pytest.raises(DflashError, match="several columns named input_ids"):
+        open_dataset(write(tmp_path / name, table), max_length=9)
+
+
+def test_an_id_beyond_63_bits_is_named_as_it_stands(tmp_path: Path) -> None:
+    ids = pa.array([[1, 2], [3, 2**63 + 5]], pa.list_(pa.uint64()))
+    with pytest.raises(DflashError, match="row 2") as caught:
+        open_dataset(write(tmp_path / "a.parquet", pa.table({"input_ids": ids, "prompt_len": [0, 0]})), max_length=9)
+    assert f"token id {2**63 + 5} is outside" in caught.value.cause
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow"])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, pa.table({"input_ids": IDS, "prompt_len": [0] * 4}))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from remote.protocol.errors import DflashError
+from remote.protocol.errors import DflashError, ExitCode
 from trainer.data.chat import ChatTokenizer, Encoded, load_tokenizer, parse_template_kwargs
 from trainer.data.dialects import Conversation, Message
 
@@ -226,6 +226,13 @@ def test_the_prompt_holds_the_tools(chat: ChatTokenizer) -> None:
     tokenizer = with_template(chat, QWEN)
     prompt = tokenizer.prompt_ids([Message("user", "hi")], TOOLS)
     assert '"name": "look"' in chat._tokenizer.decode(prompt)
+
+
+@pytest.mark.parametrize("name", ["tokenize", "tools", "add_generation_prompt", "chat_template"])
+def test_what_is_no_keyword_of_a_template_is_refused(name: str) -> None:
+    with pytest.raises(DflashError, match=f"cannot set {name}") as caught:
+        parse_template_kwargs(f'{{"{name}": true}}')
+    assert caught.value.code == ExitCode.USAGE
 
 
 @pytest.mark.parametrize("text", ["enable_thinking", "[1]", "3"])

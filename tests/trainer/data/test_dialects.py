@@ -32,6 +32,8 @@ def read(row: dict[str, Any]) -> Conversation:
         {"conversations": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
                       {"role": "assistant", "content": "hello"}]},
+        {"messages": [{"role": "User", "content": "hi"}, {"role": "ASSISTANT", "content": "hello"}]},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "chatgpt", "value": "hello"}]},
         {"prompt": "hi", "completion": "hello"},
         {"prompt": "hi", "response": "hello", "id": 3},
     ],
@@ -60,6 +62,8 @@ def test_a_cut_reply_is_known(name: str) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "needs role and content"),
         ({"messages": ["hi"]}, "needs role and content"),
         ({"prompt": 3, "completion": "x"}, "needs role and content"),
+        ({"messages": [{"role": "teacher", "content": "hi"}]}, "no known role: 'teacher'"),
+        ({"prompt": "hi", "completion": "x", "response": "y"}, "both completion and response"),
     ],
 )
 def test_other_rows_are_named(row: dict[str, Any], cause: str) -> None:

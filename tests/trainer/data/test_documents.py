@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from remote.protocol.errors import DflashError, ExitCode
 from trainer.data import scan
-from trainer.data.documents import open_dataset
+from trainer.data.documents import Dataset, open_dataset
 
 ROW = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1]}
 FORMS: list[dict[str, Any]] = [
@@ -148,6 +148,18 @@ def test_labels_are_counted_as_all_documents_one_by_one(
             assert dataset.count_labels(token) == wanted
 
 
+def test_documents_of_two_sets_are_compared_by_content(tmp_path: Path, write_jsonl) -> None:
+    def opened(name: str, ids: list[list[int]]) -> Dataset:
+        rows = [{"input_ids": each, "prompt_len": 0} for each in ids]
+        return open_dataset(write_jsonl(tmp_path / name, rows), max_length=4)
+
+    train = opened("a.jsonl", [[1, 2, 3], [4, 5, 6, 7, 8], [1, 2, 3], [9, 9]])
+    # In any order; the same up to the maximum length is the same; one that stands twice counts twice.
+    assert train.common(opened("b.jsonl", [[4, 5, 6, 7], [3, 2, 1], [1, 2, 3], [1, 2, 3], [1, 2]])) == 3
+    assert train.common(opened("c.jsonl", [[2, 1, 3]])) == 0
+    assert train.common(train) == 4
+
+
 def test_a_set_without_supervised_tokens_is_refused_with_counts(tmp_path: Path, write_jsonl) -> None:
     rows = [{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}] * 3
     error = rejected(write_jsonl(tmp_path / "a.jsonl", rows))
@@ -265,3 +277,8 @@ def test_counts_are_said_in_words(tmp_path: Path, write_jsonl) -> None:
         "2 documents read, 1 kept, 1 dropped without two supervised tokens in a row, 2 cut to the maximum length, "
         "3 supervised tokens"
     )
+
+
+def test_a_prompt_length_beyond_32_bits_is_named(tmp_path: Path, write_jsonl) -> None:
+    error = rejected(write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [1, 2], "prompt_len": 2**70}]))
+    assert "prompt_len lies beyond 32 bits" in error.cause

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import io
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remote.protocol.errors import DflashError, ExitCode
+from remote.protocol.locks import LockKind, acquire
 from trainer.data import generate
 from trainer.data.chat import ChatTokenizer
 from trainer.data.dialects import Message
@@ -201,8 +203,9 @@ def test_an_output_of_other_settings_is_not_mixed(
 def test_a_file_of_someone_else_is_not_touched(target_dir: Path, prompts: Path, output: Path) -> None:
     output.parent.mkdir()
     output.write_text("notes without a line end")
-    with pytest.raises(DflashError, match="other settings"):
+    with pytest.raises(DflashError, match="generate did not write") as caught:
         run(target_dir, prompts, output)
+    assert caught.value.hint == "use another --output"
     assert output.read_text() == "notes without a line end"
 
 
@@ -215,7 +218,9 @@ def test_a_row_that_is_no_prompt_is_named(
 
 
 @pytest.mark.parametrize(
-    "flag", [["--batch-size", 0], ["--max-new-tokens", 0], ["--temperature", -1], ["--top-p", 0], ["--top-k", 0]]
+    "flag",
+    [["--batch-size", 0], ["--max-new-tokens", 0], ["--temperature", -1], ["--top-p", 0], ["--top-k", 0]]
+    + [["--temperature", "nan"], ["--temperature", "inf"], ["--threads", -1], ["--threads", 0]],
 )
 def test_flags_out_of_range_are_usage_errors(target_dir: Path, prompts: Path, output: Path, flag: list[Any]) -> None:
     with pytest.raises(DflashError) as caught:
@@ -243,3 +248,78 @@ def test_a_target_without_a_stop_token_is_refused(tmp_path: Path, chat: ChatToke
     endless.eos_token_id = None
     with pytest.raises(DflashError, match="no stop token"):
         generate.stop_ids(tmp_path, endless)
+
+
+def test_a_second_generate_into_the_same_file_is_refused(target_dir: Path, prompts: Path, output: Path) -> None:
+    run(target_dir, prompts, output)
+    before = output.read_bytes()
+    lock = acquire(output, LockKind.EXCLUSIVE)
+    try:
+        with pytest.raises(DflashError, match="another generate writes to") as caught:
+            run(target_dir, prompts, output)
+    finally:
+        os.close(lock)
+    assert caught.value.code == ExitCode.PREFLIGHT
+    assert output.read_bytes() == before
+    assert run(target_dir, prompts, output) == 0
+
+
+def test_a_full_disk_is_told_and_the_rest_is_made_later(
+    target_dir: Path, prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(file: Any, data: bytes) -> None:
+        file.write(data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "_write_all", half)
+        with pytest.raises(DflashError, match="cannot write") as caught:
+            run(target_dir, prompts, output)
+    assert "No space left" in caught.value.cause
+    run(target_dir, prompts, output)
+    assert sorted(row["messages"][0]["content"] for row in rows(output)) == [row["prompt"] for row in PROMPTS]
+
+
+def test_what_a_disk_takes_in_parts_is_written_whole() -> None:
+    class Slow(io.BytesIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:3])
+
+    file = Slow()
+    generate._write_all(file, b"0123456789")  # type: ignore[arg-type]
+    assert file.getvalue() == b"0123456789"
+
+
+@pytest.mark.parametrize("where", ["file/out.jsonl", "directory"])
+def test_a_place_that_cannot_be_written_is_named(target_dir: Path, prompts: Path, tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(DflashError, match="cannot write") as caught:
+        run(target_dir, prompts, tmp_path / where)
+    assert caught.value.code == ExitCode.PREFLIGHT
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_recipe_is_named(target_dir: Path, prompts: Path, output: Path, content: str) -> None:
+    run(target_dir, prompts, output)
+    output.with_name(output.name + ".recipe.json").write_text(content)
+    with pytest.raises(DflashError, match=r"recipe\.json"):
+        run(target_dir, prompts, output)
+
+
+def test_a_damaged_generation_configuration_and_missing_files_are_named(
+    target_dir: Path, prompts: Path, output: Path, tmp_path: Path, chat: ChatTokenizer
+) -> None:
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(DflashError, match=r"generation_config\.json is no JSON"):
+        generate.stop_ids(tmp_path, chat)
+    with pytest.raises(DflashError, match="no usable model directory"):
+        run(tmp_path, prompts, output)
+    with pytest.raises(DflashError, match="cannot read"):
+        run(target_dir, prompts, output, "--server", "http://127.0.0.1:9/v1", "--api-key-file", tmp_path / "absent")
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "npu", "meta"])
+def test_a_device_that_is_not_there_is_named(target_dir: Path, prompts: Path, output: Path, device: str) -> None:
+    with pytest.raises(DflashError, match=device):
+        run(target_dir, prompts, output, "--device", device)

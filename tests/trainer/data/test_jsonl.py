@@ -64,3 +64,21 @@ def test_positions_lead_from_the_start_to_the_end_of_the_file(tmp_path: Path, na
     assert positions == sorted(positions)
     assert positions[0] > 0
     assert positions[-1] == path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (rb'{"prompt": "bad \ud83d"}', r"half a surrogate pair, \ud83d"),
+        (rb'{"prompt": "bad \uDC00 too"}', r"half a surrogate pair, \udc00"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    ],
+)
+def test_what_no_tokenizer_takes_is_a_bad_row(line: bytes, cause: str) -> None:
+    with pytest.raises(DflashError, match="row 3") as caught:
+        parse_row(line, Path("x"), 3)
+    assert cause in caught.value.cause
+
+
+def test_a_whole_pair_of_escapes_is_text() -> None:
+    assert parse_row(rb'{"prompt": "\ud83d\ude00 \\ud83d"}', Path("x"), 1) == {"prompt": "\U0001f600 \\ud83d"}

@@ -117,8 +117,10 @@ def test_a_full_disk_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tokenised_files.ArrowWriter, "write", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(DflashError, match="cannot write") as caught:
         run(target_dir, [write_jsonl(tmp_path / "a.jsonl", CHATS)], tmp_path / "set")
+    assert "No space left" in caught.value.cause
+    assert caught.value.code == ExitCode.PREFLIGHT
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -229,7 +231,14 @@ def test_template_keywords_are_part_of_the_recipe(tmp_path: Path, target_dir: Pa
 
 
 @pytest.mark.parametrize(
-    "more", [["--held-out", 1], ["--held-out", -0.1], ["--processes", 0], ["--chat-template-kwargs", "[]"]]
+    "more",
+    [
+        ["--held-out", 1],
+        ["--held-out", -0.1],
+        ["--processes", 0],
+        ["--skip-bad-rows", -1],
+        ["--chat-template-kwargs", "[]"],
+    ],
 )
 def test_flags_out_of_range_are_usage_errors(tmp_path: Path, target_dir: Path, more: list[Any]) -> None:
     with pytest.raises(DflashError) as caught:
@@ -238,8 +247,41 @@ def test_flags_out_of_range_are_usage_errors(tmp_path: Path, target_dir: Path, m
 
 
 def test_a_file_named_twice_is_a_usage_error(tmp_path: Path, target_dir: Path) -> None:
-    with pytest.raises(DflashError, match="named twice"):
-        run(target_dir, [tmp_path / "a.jsonl", tmp_path / "a.jsonl"], tmp_path / "set")
+    (tmp_path / "in").mkdir()
+    for other in (tmp_path / "a.jsonl", tmp_path / "in" / ".." / "a.jsonl"):
+        with pytest.raises(DflashError, match="named twice"):
+            run(target_dir, [tmp_path / "a.jsonl", other], tmp_path / "set")
+
+
+def test_a_pipe_is_refused(tmp_path: Path, target_dir: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DflashError, match="no regular file"):
+        run(target_dir, [tmp_path / "pipe.jsonl"], tmp_path / "set")
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([], "holds no conversation"),
+        ([{"prompt": "word " * 300, "completion": "Yes."}], "raise --max-length"),
+        ([{"prompt": "hi"}], "assistant turns"),
+    ],
+)
+def test_the_hint_says_why_nothing_is_left(
+    tmp_path: Path, target_dir: Path, write_jsonl, rows: list[Any], said: str
+) -> None:
+    with pytest.raises(DflashError, match="no supervised token") as caught:
+        run(target_dir, [write_jsonl(tmp_path / "a.jsonl", rows)], tmp_path / "set")
+    assert said in caught.value.hint
+
+
+def test_an_empty_directory_by_any_name_is_taken(
+    tmp_path: Path, target_dir: Path, write_jsonl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run(target_dir, [write_jsonl(tmp_path / "a.jsonl", CHATS)], Path())
+    assert counts(tmp_path / "here")["written"] == 5
 
 
 def test_the_table_says_what_became_of_each_source(

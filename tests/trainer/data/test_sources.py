@@ -86,3 +86,23 @@ def test_batches_hold_every_line_once_and_are_bounded(
     for batch in batches:
         assert 1 <= len(batch.lines) <= most_rows
         assert len(batch.lines) == 1 or sum(len(line) for _, line in batch.lines) <= most_bytes
+
+
+@pytest.mark.parametrize("weights", [(1e-308, 1.0), (1e300, 1.0), (1.0, 3e6)])
+@pytest.mark.parametrize("mixing", ["shrink", "repeat"])
+def test_weights_that_lie_too_far_apart_are_a_usage_error(
+    tmp_path: Path, weights: tuple[float, float], mixing: sources.Mixing
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("{}\n")
+    with pytest.raises(DflashError, match="too far apart") as caught:
+        mixed([Source(tmp_path / name, weight) for name, weight in zip(("a", "b"), weights, strict=True)], mixing)
+    assert caught.value.code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("weight", [1e-308, 1e308])
+def test_the_size_of_all_weights_means_nothing(tmp_path: Path, weight: float) -> None:
+    for name, rows in (("a", 4), ("b", 2)):
+        (tmp_path / name).write_text("{}\n" * rows)
+    found = mixed([Source(tmp_path / "a", weight), Source(tmp_path / "b", weight)], "repeat")
+    assert [source.times for source in found] == [1.0, 2.0]

@@ -52,3 +52,14 @@ def test_the_table_by_hand() -> None:
     )
     assert "all" not in table({"a.jsonl": counted([4])}).split("\n")[1:][0]
     assert table({"a.jsonl": Counts()}).endswith("tokens of a document: none")
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 4)), max_size=8))
+def test_documents_count_as_often_as_they_are_written(parts: list[tuple[int, int]]) -> None:
+    documents = [Encoded(np.zeros(n, np.int32), np.arange(n).astype(np.uint8) % 2, 0) for n, _ in parts]
+    counts = Counts()
+    counts.count(Documents.of(documents, [times for _, times in parts]), held_out=False)
+    wanted = counted([n for n, times in parts for _ in range(times)])
+    wanted.read = 0
+    assert counts.to_dict() | {"lengths": 0} == wanted.to_dict() | {"lengths": 0}
+    assert +counts.lengths == wanted.lengths

@@ -57,3 +57,35 @@ def test_record_batches_are_large_however_small_the_writes(tmp_path: Path, monke
     with pa.memory_map(str(tmp_path / "a.arrow")) as source:
         assert pa.ipc.open_file(source).num_record_batches == 4
     assert len(open_dataset(tmp_path / "a.arrow", max_length=99)) == 50
+
+
+@pytest.mark.parametrize(("writer", "name"), [(JsonlWriter, "a.jsonl"), (ArrowWriter, "a.arrow")])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+@given(
+    parts=st.lists(st.tuples(st.integers(2, 9), st.integers(0, 7)), min_size=1, max_size=5).filter(
+        lambda p: any(n for _, n in p)
+    )
+)
+def test_documents_are_written_as_often_as_they_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer, name: str, parts: list[tuple[int, int]]
+) -> None:
+    monkeypatch.setattr(tokenised_files, "_BATCH_TOKENS", 20)
+    documents = [Encoded(np.full(n, i, np.int32), np.ones(n, np.uint8), 0) for i, (n, _) in enumerate(parts)]
+    joined = Documents.of(documents, [times for _, times in parts])
+    with writer(tmp_path / name) as file:
+        file.write(joined)
+    dataset = open_dataset(tmp_path / name, max_length=99)
+    expected = [[i] * n for i, (n, times) in enumerate(parts) for _ in range(times)]
+    assert [dataset.document(i).input_ids.tolist() for i in range(len(dataset))] == expected
+    assert len(joined) == len(expected)
+
+
+def test_memory_knows_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row repeated a million times lay in memory a million times, and overran the 32 bits of a batch's offsets."""
+    monkeypatch.setattr(tokenised_files, "_BATCH_TOKENS", 1000)
+    document = Encoded(np.arange(10, dtype=np.int32), np.ones(10, np.uint8), 0)
+    many = Documents.of([document] * 3, [1, 10**6, 5])
+    assert len(many.input_ids) == 30
+    pieces = many.repeated()
+    assert [len(next(pieces).input_ids) for _ in range(50)] == [1000] * 50
+    assert len(many) == 10**6 + 6

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -119,3 +122,22 @@ def test_the_held_out_share_goes_by_what_stands_before_the_first_reply() -> None
     assert all(held_out(talk(prompt), 0.2) for prompt in aside)
     replies_only = [Conversation((Message("assistant", str(i)),)) for i in range(100)]
     assert 0 < sum(held_out(conversation, 0.5) for conversation in replies_only) < 100
+
+
+def test_a_failure_does_not_wait_for_workers_that_still_begin(
+    chat: ChatTokenizer, tmp_path: Path, target_dir: Path
+) -> None:
+    """Ctrl-C in `prepare` took up to 15 s: the imports of every worker were waited for."""
+    task = Task(target_dir, {}, [Source(tmp_path / "a.jsonl")], 99, 0.0)
+
+    def interrupted() -> Iterator[LineBatch]:
+        yield LineBatch(0, [(1, b'{"prompt": "a", "response": "b"}')], 2)
+        started[:] = multiprocessing.active_children()
+        raise KeyboardInterrupt
+
+    started: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):
+        list(tokenise_all(chat, task, interrupted(), 2))
+    assert started
+    # Ended by us, not by themselves when they were ready.
+    assert {worker.exitcode for worker in started} == {-signal.SIGTERM}

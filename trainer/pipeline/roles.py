@@ -23,6 +23,7 @@ from trainer.optimizer import StepOptimizer
 from trainer.pipeline.figures import DeferredFigures
 from trainer.pipeline.handover import Receiver, Sender
 from trainer.pipeline.layout import Role
+from trainer.pipeline.loading import LoadProgress
 from trainer.pipeline.plan import RunPlan
 from trainer.pipeline.post import DTYPES, Joint, Post, take_post
 from trainer.pipeline.pulse import Pulse
@@ -80,6 +81,7 @@ def load_producer(post: Post) -> Producer:
             device=post.device,
             target_layer_ids=layer_ids,
             last_output=config.distils,
+            progress=LoadProgress(f"target on {post.device}", post.world.pulse, lambda text: _say(post, "info", text)),
         )
         dataset = open_dataset(Path(config.data_dir), max_length=config.max_length, vocab_size=facts.vocab_size)
         return Producer(

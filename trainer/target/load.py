@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel
 from remote.protocol.errors import preflight_error
 from trainer.target.capture import Target
 from trainer.target.facts import TargetFacts, target_facts
-from trainer.target.weights import read_tensors
+from trainer.target.weights import Progress, read_tensors
 
 
 def load_target(
@@ -24,12 +24,13 @@ def load_target(
     target_layer_ids: Sequence[int],
     whole: bool = False,
     last_output: bool = False,
+    progress: Progress | None = None,
 ) -> Target:
     """Load the text stack of a target directory, frozen and in eval mode, to capture the outputs of some layers.
 
     Layers behind the last captured one are neither loaded nor run, unless `whole` (evaluation needs the head's input).
     With `last_output` the last layer's is captured as well, after the others: before the final norm, a teacher's and
-    not the drafter's to see.
+    not the drafter's to see. `progress` as for `read_tensors`.
 
     Raises:
         DflashError: see `target_facts`; a layer id out of range or unordered; a tensor missing or misshapen (code 7).
@@ -43,7 +44,7 @@ def load_target(
             hint="the last layer's output is only seen behind the final norm",
         )
     captured = (*ids, facts.num_layers - 1) if last_output else ids
-    stack = _load_stack(facts, facts.num_layers if whole else captured[-1] + 1, dtype, torch.device(device))
+    stack = _load_stack(facts, facts.num_layers if whole else captured[-1] + 1, dtype, torch.device(device), progress)
     return Target(stack, facts, captured)
 
 
@@ -64,7 +65,9 @@ def load_final_norm(path: Path | str, *, dtype: torch.dtype, device: torch.devic
     return stack.get_submodule("norm").eval().requires_grad_(False)
 
 
-def _load_stack(facts: TargetFacts, num_layers: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _load_stack(
+    facts: TargetFacts, num_layers: int, dtype: torch.dtype, device: torch.device, progress: Progress | None
+) -> nn.Module:
     """Build the first layers of the text stack without memory for weights, then assign the files' tensors strictly.
 
     `from_pretrained` would fill a missing tensor with random numbers and only warn.
@@ -73,7 +76,7 @@ def _load_stack(facts: TargetFacts, num_layers: int, dtype: torch.dtype, device:
     with torch.device("meta"):
         stack = AutoModel.from_config(config, attn_implementation="sdpa", dtype=dtype)
     names = {f"{facts.prefix}{name}": name for name in stack.state_dict()}
-    for full_name, tensor in read_tensors(facts.tensors, names, dtype=dtype, device=device):
+    for full_name, tensor in read_tensors(facts.tensors, names, dtype=dtype, device=device, progress=progress):
         _assign(stack, names[full_name], tensor, facts)
     # Rotary tables are computed, not stored: built on the meta device they are empty.
     stack.rotary_emb = type(stack.rotary_emb)(config=config).to(device)

@@ -22,6 +22,7 @@ from remote.protocol.events import KINDS, PipelineProfile, RunFinished, StagePro
 _STYLES = {
     "step": "default",
     "phase": "blue",
+    "warmed_up": "dim",
     "run_started": "bold",
     "run_finished": "bold green",
     "checkpoint_saved": "cyan",

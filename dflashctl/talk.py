@@ -10,8 +10,11 @@ from dflashctl.views import event_text
 from remote.protocol import events
 from remote.protocol.codec import dumps
 
-_SAVE_PAUSE = 5.0
-"""Seconds between two lines about the same checkpoint where lines cannot be redrawn."""
+_PAUSE = 5.0
+"""Seconds between two lines about the same work where lines cannot be redrawn."""
+
+# Eight GPUs run hundreds of shapes before the first step.
+_MOVING = (events.SaveProgress, events.WarmedUp)
 
 
 class Talk:
@@ -20,7 +23,7 @@ class Talk:
     def __init__(self) -> None:
         self.latest: dict[type[events.Event], events.Event] = {}
         self._begun = time.monotonic()
-        self._saving_since = -_SAVE_PAUSE
+        self._moved = -_PAUSE
         self._redrawing = False
 
     def __call__(self, data: dict[str, Any]) -> None:
@@ -34,7 +37,7 @@ class Talk:
             return
         self.latest[type(event)] = event
         text = event_text(event)
-        if isinstance(event, events.SaveProgress):
+        if isinstance(event, _MOVING):
             self._redraw(text)
         elif text:
             self.say(text, alarm=isinstance(event, events.AlarmRaised))
@@ -50,8 +53,8 @@ class Talk:
             ERR.file.write(f"\r\x1b[K{self._stamped(harmless(text))}")
             ERR.file.flush()
             self._redrawing = True
-        elif time.monotonic() - self._saving_since >= _SAVE_PAUSE:
-            self._saving_since = time.monotonic()
+        elif time.monotonic() - self._moved >= _PAUSE:
+            self._moved = time.monotonic()
             self.say(text)
 
     def _clear(self) -> None:

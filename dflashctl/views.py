@@ -20,6 +20,7 @@ from remote.protocol.events import (
     RunStarted,
     SaveProgress,
     Step,
+    WarmedUp,
 )
 from remote.protocol.records import Alarm, HeldOut, Lifecycle, RunStatus
 from trainer.config import config_flags
@@ -247,6 +248,9 @@ def event_text(event: Event) -> str:
         took = f" ({duration(event.seconds)})" if event.seconds else ""
         who = "" if event.role == "agent" else f"{event.role}: "
         return f"{who}{phase_text(event.phase)}{f' {event.detail}' if event.detail else ''}{took}"
+    if isinstance(event, WarmedUp):
+        left = f", {size(event.free_bytes)} left at a peak of {size(event.peak_bytes)}" if event.peak_bytes else ""
+        return f"{event.role} on {event.device}: {event.shape} in {duration(event.seconds)}{left}"
     if isinstance(event, RunStarted):
         begin = f"resumed from {event.resumed_from}" if event.resumed_from else "fresh"
         return f"{event.topology}, {event.total_steps} steps, {begin}"

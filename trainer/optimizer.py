@@ -96,8 +96,12 @@ class StepOptimizer:
         self._adamw.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
         self._adamw.grad_scale = None  # pyright: ignore[reportAttributeAccessIssue]
         self._adamw.step()
-        self._adamw.zero_grad(set_to_none=False)
+        self.clear_gradients()
         return StepOutcome(grad_norm=norm, skipped=skipped)
+
+    def clear_gradients(self) -> None:
+        """Set the gradients to 0; their memory stays."""
+        self._adamw.zero_grad(set_to_none=False)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return moments and step counts as flat tensors, `<index>.<name>` in order of the parameters."""

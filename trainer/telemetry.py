@@ -315,12 +315,12 @@ class PhaseLog:
 
     @contextlib.contextmanager
     def phase(self, name: str, detail: str = "") -> Iterator[None]:
-        """Report the phase at its beginning and, with its seconds, at its end."""
+        """Report the phase at its beginning and, with its seconds, at its end; with what `detail` says by then."""
         self.current, self.detail = name, detail
         self._report(name, detail, 0.0)
         start = time.monotonic()
         yield
-        self.detail = ""
+        detail, self.detail = self.detail, ""
         self._report(name, detail, time.monotonic() - start)
 
     @contextlib.contextmanager

@@ -57,6 +57,23 @@ class Phase(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WarmedUp(Event):
+    kind: ClassVar[str] = "warmed_up"
+
+    role: str = metric("target or drafter: whose shape it is", line="s")
+    device: str = metric("device of the rank", line="s")
+    shape: str = metric(
+        "what was run once: documents by padded width of a target's batch, positions and blocks of a drafter's row",
+        line="s",
+    )
+    seconds: float = metric("how long it took, with the tuning of its kernels", unit="s", line=".3f")
+    peak_bytes: int = metric("most bytes in tensors at once meanwhile; 0 on a CPU", unit="B", line="d", default=0)
+    free_bytes: int = metric(
+        "bytes of the device that could still be had at that moment", unit="B", line="d", default=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step(Event):
     kind: ClassVar[str] = "step"
 
@@ -216,8 +233,8 @@ class RunFinished(Event):
 KINDS: dict[str, type[Event]] = {
     cls.kind: cls
     for cls in (
-        RunStarted, Phase, Step, StageProfile, PipelineProfile, CheckpointSaved, HeldOutMeasured, SaveProgress, AlarmRaised,
-        Message, RunFinished,
+        RunStarted, Phase, WarmedUp, Step, StageProfile, PipelineProfile, CheckpointSaved, HeldOutMeasured, SaveProgress,
+        AlarmRaised, Message, RunFinished,
     )
 }  # fmt: skip
 

@@ -110,6 +110,17 @@ def test_on_a_terminal_a_checkpoints_progress_is_one_line_that_moves(terminal):
     assert last.endswith("\n")
 
 
+def test_on_a_terminal_shapes_of_a_warm_up_are_one_line_that_moves(terminal):
+    screen, talk = terminal(), Talk()
+    for width in (512, 480, 448):
+        talk(frame(ev.WarmedUp(time=0, role="target", device="cuda:0", shape=f"8 x {width}", seconds=0.4)))
+    talk(frame(ev.Phase(time=0, role="target", phase="warmup", detail="3 shapes on cuda:0", seconds=1.2)))
+    moving, _, last = screen.text.rpartition("\r\x1b[K")
+    assert moving.count("\r\x1b[K") == 3
+    assert "\n" not in moving
+    assert last.endswith("target: warm-up 3 shapes on cuda:0 (1.2 s)\n")
+
+
 def test_on_a_terminal_alarms_stand_out(terminal):
     screen = terminal()
     Talk()(frame(ev.AlarmRaised(time=0, alarm="stall", message="m")))

@@ -59,12 +59,22 @@ HELD_OUT = ev.HeldOutMeasured(time=0.0, step=3, loss=math.nan, accuracy=0.25, ac
 FINISHED = ev.RunFinished(
     time=0.0, result="finished", step=3, seconds=9.0, tokens=30, first_loss=9.5, last_loss=2.0, not_applied=1
 )
+WARMED = ev.WarmedUp(
+    time=0.0,
+    role="target",
+    device="cuda:0",
+    shape="8 x 512",
+    seconds=42.0,
+    peak_bytes=54 << 30,
+    free_bytes=22_870_000_000,
+)
 LONG_PATH = "/checkpoints" * 9
 
 LOG = "\n".join(
     [
         ev.render_line(ev.Phase(time=0.0, role="target", phase="loading")),
         ev.render_line(ev.RunStarted(time=0.0, run_id="r", topology="t", total_steps=30, first_step=1)),
+        ev.render_line(WARMED),
         ev.render_line(step(2, 9.5)),
         ev.render_line(ev.AlarmRaised(time=0.0, alarm="stall", message="stands still")),
         ev.render_line(dataclasses.replace(step(3, 1.0), applied=False)),
@@ -122,6 +132,7 @@ KINDS_IN_WORDS = [
     "target: loading",
     "t, 30 steps, fresh",
     "ALARM stall: stands still",
+    "target on cuda:0: 8 x 512 in 42 s, 21.3 GiB left at a peak of 54.0 GiB",
     "held-out loss nan, accuracy 0.250, accept 1.50 at step 3",
     "finished at step 3, 30 tokens in 9.0 s, loss 9.5000 to 2.0000, 1 step not applied",
 ]

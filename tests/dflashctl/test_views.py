@@ -173,6 +173,22 @@ def test_the_width_is_bounded(monkeypatch):
         (ev.Phase(time=0, role="target", phase="loading", detail="/m", seconds=12.0), "target: loading /m (12 s)"),
         (ev.Phase(time=0, role="agent", phase="preflight"), "preflight"),
         (ev.SaveProgress(time=0, step=3, written=1 << 30, total=24 << 30), "saving step 3: 1.0 GiB of 24.0 GiB"),
+        (
+            ev.WarmedUp(
+                time=0,
+                role="target",
+                device="cuda:0",
+                shape="8 x 512",
+                seconds=0.45,
+                peak_bytes=54 << 30,
+                free_bytes=(21 << 30) + (300 << 20),
+            ),
+            "target on cuda:0: 8 x 512 in 0.5 s, 21.3 GiB left at a peak of 54.0 GiB",
+        ),
+        (
+            ev.WarmedUp(time=0, role="drafter", device="cpu", shape="64 tokens, 9 blocks", seconds=0.1),
+            "drafter on cpu: 64 tokens, 9 blocks in 0.1 s",
+        ),
         (ev.AlarmRaised(time=0, alarm="stall", message="m"), "ALARM stall: m"),
         (ev.Message(time=0, level="info", text="hello"), "hello"),
         (ev.RunFinished(time=0, result="stopped", step=4), "stopped at step 4"),

@@ -106,6 +106,11 @@ class Schedule:
             MicroBatch(b, step, self.epoch_of(b), row, *rank) for b, row, rank in zip(numbers, rows, ranks, strict=True)
         ]
 
+    def rows_of(self, first_step: int, last_step: int) -> Iterator[Row]:
+        """Yield the rows of some steps, whoever takes them."""
+        for b in range((first_step - 1) * self._group, min(last_step * self._group, self.total_micro_batches)):
+            yield self.row(b)
+
     def for_target(self, machine: int, target: int, *, first_step: int = 1) -> Iterator[MicroBatch]:
         """Yield what a target produces, in ascending b, from a step on."""
         for micro_batch in self._from(first_step):

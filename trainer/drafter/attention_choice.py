@@ -16,9 +16,9 @@ import torch
 from remote.protocol.errors import DflashError
 from trainer.config import TrainConfig
 from trainer.drafter.attention import Attend, KeysValues, dense_attention
-from trainer.drafter.blocks import Blocks, build_blocks
+from trainer.drafter.blocks import Blocks, build_blocks, padded_count
 from trainer.drafter.config import DrafterConfig
-from trainer.drafter.flex import FlexAttention
+from trainer.drafter.flex import KEY_BUCKET, FlexAttention
 
 # The largest relative distance (Euclidean norm) of an output or gradient from dense attention in float32. bfloat16 has 8
 # bits: rounding the probabilities, the result and its gradient costs 2^-9 each, together below 0.6%. float32 leaves room
@@ -43,6 +43,14 @@ class Backend:
     def bucket(self, row_anchors: int) -> int:
         """Return what the number of blocks is padded to a multiple of (see `pad_blocks`), for a row of at most `row_anchors`."""
         return -(-row_anchors // self.buckets) if self.buckets else 0
+
+    def shape(self, tokens: int, blocks: int, row_anchors: int, block_size: int) -> tuple[int, ...]:
+        """Return what tells rows of T `tokens` and `blocks` apart for this backend: those with the same use the same kernels."""
+        if not self.buckets:
+            # Nothing is compiled: the positions of a row are what its other products are made for.
+            return (tokens,)
+        padded = padded_count(blocks, self.bucket(row_anchors))
+        return padded, -(-(tokens + padded * block_size) // KEY_BUCKET)
 
 
 DENSE = Backend("dense", dense_attention, 0)

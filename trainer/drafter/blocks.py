@@ -185,7 +185,7 @@ def pad_blocks(blocks: Blocks, bucket: int) -> Blocks:
     So few numbers of block rows exist, and kernels are compiled for these and for no more. A padding block sees itself
     alone: a row that saw nothing would be NaN. None of its rows is supervised, so it adds nothing to any sum or gradient.
     """
-    missing = max(1, -(-blocks.count // bucket)) * bucket - blocks.count if bucket else 0
+    missing = padded_count(blocks.count, bucket) - blocks.count
     if not missing:
         return blocks
     # Anchored at 0, in front of which there is no context; token 0 is as good as any.
@@ -198,6 +198,11 @@ def pad_blocks(blocks: Blocks, bucket: int) -> Blocks:
         documents=functional.pad(blocks.documents, (0, missing), value=PADDING),
         segments=(*blocks.segments, Segment(0, 0, blocks.count, blocks.count + missing)),
     )
+
+
+def padded_count(count: int, bucket: int) -> int:
+    """Return the number of blocks with padding, P, of N = `count`."""
+    return max(1, -(-count // bucket)) * bucket if bucket else count
 
 
 def document_runs(document_ids: NDArray[np.int64]) -> list[Run]:

@@ -64,6 +64,7 @@ class Post:
     packing: Packing
     schedule: Schedule
     held_out: HeldOut
+    held_out_packing: Packing
     token_ids_seen: NDArray[np.int64]
     joint: Joint | None
 
@@ -142,6 +143,7 @@ def take_post(plan: RunPlan, world: World, telemetry: Telemetry, phases: PhaseLo
         schedule=make_schedule(config, packing, world.machines),
         # In the order of an epoch 0, which is the same each time.
         held_out=HeldOut(tuple(aside.rows(0)), Layout.of(config).counts(world.machines), config, plan.total_steps),
+        held_out_packing=aside,
         token_ids_seen=token_ids_seen,
         joint=None if layout.shared else _join_peers(plan, layout, role, world, device),
     )

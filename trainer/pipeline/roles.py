@@ -24,6 +24,7 @@ from trainer.pipeline.figures import DeferredFigures
 from trainer.pipeline.handover import Receiver, Sender
 from trainer.pipeline.layout import Role
 from trainer.pipeline.loading import LoadProgress
+from trainer.pipeline.packed import PackBuffer
 from trainer.pipeline.plan import RunPlan
 from trainer.pipeline.post import DTYPES, Joint, Post, take_post
 from trainer.pipeline.pulse import Pulse
@@ -33,6 +34,7 @@ from trainer.pipeline.reporting import Desk, PipelineProfiler, Reporter
 from trainer.pipeline.sender import AsyncSender, Publisher, SyncSender
 from trainer.pipeline.session import DrafterSession, Ends
 from trainer.pipeline.target_side import Producer, SharedReceiver, produce
+from trainer.pipeline.warm_up import WarmUp
 from trainer.pipeline.world import join_world
 from trainer.preflight import drafter_config
 from trainer.target.ends import load_ends
@@ -105,6 +107,13 @@ def held_out_reader(config: TrainConfig, vocab_size: int) -> RowReader | None:
 def run_target(post: Post) -> None:
     """Produce states until the data ends or the drafters say goodbye."""
     producer = None if post.plan.run.stop.exists() else load_producer(post)
+    buffers: list[PackBuffer] = []
+    if producer is not None:
+        with post.phases.phase("warmup", f"target on {post.device}"):
+            buffers = device_buffers(post)
+            warm_up = WarmUp(post)
+            warm_up.target(producer, buffers)
+            post.phases.detail = warm_up.finish()
     if post.end_of_warm_up() or producer is None:
         return
     assert post.joint is not None
@@ -112,7 +121,7 @@ def run_target(post: Post) -> None:
     training = until(post.schedule.for_target(machine, post.index, first_step=plan.first_step), post.plan.total_steps)
     batches = post.held_out.join(training, plan.first_step, machine, target=post.index)
     with post.phases.phase("training"):
-        sender = make_sender(post, post.joint)
+        sender = make_sender(post, post.joint, buffers)
         produce(producer, post.trace.following(batches), sender, post.copier, post.clock, post.timer)
         post.trace.close()
 
@@ -125,23 +134,28 @@ def until(batches: Iterator[MicroBatch], last_step: int) -> Iterator[MicroBatch]
         yield micro_batch
 
 
-def make_sender(post: Post, joint: Joint) -> Sender:
+def device_buffers(post: Post) -> list[PackBuffer]:
+    """Allocate what states are packed in, or copied to: one buffer where nothing is copied beside its use."""
+    return post.buffers(1 if post.joint is None or post.config.transfer == "sync" else _BUFFERS)
+
+
+def make_sender(post: Post, joint: Joint, buffers: list[PackBuffer]) -> Sender:
     """Return the target's end of the ring in the configured mode."""
     publisher = Publisher(joint.ring, post.copier, post.clock, pairs=joint.pairs, channels=joint.channels)
     shape = {"layers": post.plan.packed_layers, "hidden": post.plan.hidden_size}
     if post.config.transfer == "sync":
-        return SyncSender(publisher, post.buffers(1)[0], **shape)
-    return AsyncSender(publisher, post.buffers(_BUFFERS), **shape)
+        return SyncSender(publisher, buffers[0], **shape)
+    return AsyncSender(publisher, buffers, **shape)
 
 
-def make_receiver(post: Post, producer: Producer | None, reporter: Reporter) -> Receiver:
+def make_receiver(post: Post, producer: Producer | None, reporter: Reporter, buffers: list[PackBuffer]) -> Receiver:
     """Return where a drafter's states come from: its own target with shared roles, else the ring."""
     machine, plan = post.world.machine, post.plan
     training = until(post.schedule.for_drafter(machine, post.index, first_step=plan.first_step), plan.total_steps)
     batches = post.held_out.join(training, plan.first_step, machine, drafter=post.index)
     if post.joint is None:
         assert producer is not None
-        return SharedReceiver(producer, batches, post.buffers(1)[0])
+        return SharedReceiver(producer, batches, buffers[0])
     fetcher = Fetcher(
         post.joint.ring,
         post.copier,
@@ -155,8 +169,8 @@ def make_receiver(post: Post, producer: Producer | None, reporter: Reporter) -> 
     )
     arrivals = (Arrival(each.b, each.target) for each in batches)
     if post.config.transfer == "sync":
-        return SyncReceiver(fetcher, arrivals, post.buffers(1)[0], post.copier)
-    return PrefetchReceiver(fetcher, arrivals, post.buffers(_BUFFERS), post.copier)
+        return SyncReceiver(fetcher, arrivals, buffers[0], post.copier)
+    return PrefetchReceiver(fetcher, arrivals, buffers, post.copier)
 
 
 def run_drafter(post: Post) -> None:
@@ -167,15 +181,34 @@ def run_drafter(post: Post) -> None:
         producer = load_producer(post)
     if not post.plan.run.stop.exists():
         built = build_drafter(post)
-    if post.end_of_warm_up() or built is None:
+    session = None
+    # What follows meets the other drafters. One that stops must not be missed there: they decide together.
+    if not post.world.any_loader(built is None or post.plan.run.stop.exists()) and built is not None:
+        session = warm_session(post, producer, *built)
+    if post.end_of_warm_up() or session is None:
         _finish(post, TrainResult("stopped", post.plan.first_step - 1, None), None)
         return
-    session = make_session(post, producer, *built)
+    if session.desk is not None:
+        _announce(post)
     with post.phases.phase("training"):
         outcome = train(session)
     with post.phases.within("finishing"):
         session.close()
         _finish(post, outcome, session)
+
+
+def warm_session(
+    post: Post, producer: Producer | None, drafter: Drafter, optimizer: StepOptimizer, ends: Ends, choice: Choice
+) -> DrafterSession:
+    """Join the pieces of a drafter's work, and run every shape once; with shared roles those of the target first."""
+    with post.phases.phase("warmup", f"drafter on {post.device}"):
+        session = make_session(post, producer, drafter, optimizer, ends, choice)
+        warm_up = WarmUp(post)
+        if producer is not None:
+            warm_up.target(producer, session.buffers)
+        warm_up.drafter(session)
+        post.phases.detail = warm_up.finish()
+    return session
 
 
 def build_drafter(post: Post) -> tuple[Drafter, StepOptimizer, Ends, Choice]:
@@ -209,7 +242,7 @@ def build_drafter(post: Post) -> tuple[Drafter, StepOptimizer, Ends, Choice]:
 
 
 def agree_on_attention(post: Post, choice: Choice) -> Backend:
-    """Return the backend that all drafters train with, and say which. Behind warm-up's barrier: until then a rank may leave."""
+    """Return the backend that all drafters train with, and say which. Once all have loaded: until then one may leave."""
     agreed = agree(choice, lambda yes: post.world.all_drafters(yes, post.device))
     if agreed.reason:
         _say(post, "warning", f"all drafters attend with {agreed.backend.name}; flex on {post.device}: {agreed.reason}")
@@ -239,7 +272,7 @@ def make_session(
         desk = Desk(post.telemetry, reporter, profiler)
         # Of the first epoch: the others' rows hold the same documents in another order.
         padding = padding_share(post.packing.rows(0), post.packing.lengths, post.config.bucket_tokens)
-        _announce(post)
+    buffers = device_buffers(post)
     return DrafterSession(
         plan=plan,
         config=post.config,
@@ -252,7 +285,8 @@ def make_session(
         optimizer=optimizer,
         ends=ends,
         backend=agree_on_attention(post, choice),
-        receiver=make_receiver(post, producer, reporter),
+        receiver=make_receiver(post, producer, reporter, buffers),
+        buffers=buffers,
         figures=DeferredFigures(post.copier, post.device),
         clock=post.clock,
         phases=post.phases,

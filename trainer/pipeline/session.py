@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from trainer.pipeline.flops import DrafterFlops
 from trainer.pipeline.handover import Receiver
 from trainer.pipeline.held_out import HeldOut, HeldOutFigures, HeldOutSums
 from trainer.pipeline.out_of_memory import at_shape
-from trainer.pipeline.packed import PackedRow, RowTokens
+from trainer.pipeline.packed import PackBuffer, PackedRow, RowTokens
 from trainer.pipeline.plan import RunPlan
 from trainer.pipeline.reporting import Desk, ProfileTimer, StepTraffic, blame
 from trainer.pipeline.saving import Saving
@@ -69,6 +69,7 @@ class DrafterSession:
     ends: Ends
     backend: Backend
     receiver: Receiver
+    buffers: Sequence[PackBuffer]
     figures: DeferredFigures
     clock: StageClock
     phases: PhaseLog
@@ -222,6 +223,14 @@ class DrafterSession:
                 sums.loss_sum.backward()
         self.clock.add_flops(self._flops.row(packed.row.tokens, blocks))
         return sums
+
+    def rehearse(self, packed: PackedRow, *, held_out: bool) -> None:
+        """Run what a row of this shape runs, for its kernels and its memory. Gradients are left behind; no rank is met."""
+        if held_out:
+            with torch.no_grad():
+                self._held_out_sums(packed)
+        else:
+            self.backward(packed, last=False)
 
     def _parted(self, states: States) -> tuple[States, torch.Tensor | None]:
         """Return the drafter's states, and what the target's head reads, f[T, H], where the drafter learns from it."""

@@ -29,6 +29,8 @@ class World:
     drafters: distributed.ProcessGroup | None
     drafter_count: int
     pulse: Pulse = field(default_factory=Pulse)
+    loaders: distributed.ProcessGroup | None = None
+    """The drafters' group with patience for loads, over gloo; `drafters` is for those that have met here."""
 
     def barrier(self, stop_wanted: bool) -> bool:
         """Wait for all ranks; True everywhere if any of them wants to stop."""
@@ -46,6 +48,14 @@ class World:
         if self.drafter_count > 1:
             with self.meeting():
                 distributed.barrier(group=self.drafters)
+
+    def any_loader(self, stop_wanted: bool) -> bool:
+        """Wait until every drafter has loaded, or wants to stop; True on each of them if any wants to."""
+        flag = torch.tensor(int(stop_wanted))
+        if self.drafter_count > 1:
+            with self.meeting():
+                distributed.all_reduce(flag, op=distributed.ReduceOp.MAX, group=self.loaders)
+        return bool(flag.item())
 
     def all_drafters(self, yes: bool, device: torch.device) -> bool:
         """Whether every drafter says yes, heard by all of them. CPU-GPU sync point, once before the first step."""
@@ -86,6 +96,7 @@ def join_world(layout: Layout, *, timeout: float, pulse: Pulse) -> Iterator[Worl
     with pulse.waiting("the other ranks"):
         backend = "nccl" if layout.device == "cuda" else "gloo"
         group = distributed.new_group(drafter_ranks, timeout=limit, backend=backend)
+        loaders = distributed.new_group(drafter_ranks, timeout=max(limit, _LONGEST_LOAD), backend="gloo")
     is_drafter = layout.role(local_rank) is not Role.TARGET
     yield World(
         rank=distributed.get_rank(),
@@ -95,6 +106,7 @@ def join_world(layout: Layout, *, timeout: float, pulse: Pulse) -> Iterator[Worl
         drafters=group if is_drafter and isinstance(group, distributed.ProcessGroup) else None,
         drafter_count=len(drafter_ranks),
         pulse=pulse,
+        loaders=loaders if is_drafter and isinstance(loaders, distributed.ProcessGroup) else None,
     )
     # After a clean end only. A rank that fails keeps its connections until it has filed its error and exits: closed
     # earlier, the peers' complaints about a lost connection would be filed first and taken for the cause.

@@ -129,7 +129,7 @@ def test_the_events():
     step = events[2]
     assert isinstance(step, ev.Step)
     assert (math.isnan(step.loss), math.isinf(step.grad_norm), step.applied) == (True, True, False)
-    since = {"pipeline_profile", "held_out"}
+    since = {"pipeline_profile", "held_out", "warmed_up"}
     assert {event.kind for event in events} == ev.KINDS.keys() - since
 
 

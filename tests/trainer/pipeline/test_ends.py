@@ -32,6 +32,8 @@ TARGET, DRAFTER, WRITER = 1, 3, 2  # the writer is the first drafter: it saves, 
 PLACES = {
     "loading, target": (TARGET, "trainer.pipeline.roles:load_target", 1),
     "loading, drafter": (DRAFTER, "trainer.pipeline.roles:fresh_drafter", 1),
+    "warmup, target": (TARGET, "trainer.pipeline.warm_up:WarmUp.target", 1),
+    "warmup, drafter": (DRAFTER, "trainer.pipeline.warm_up:WarmUp.drafter", 1),
     "training, target": (TARGET, "trainer.pipeline.target_side:Producer.states", 26),
     "training, drafter": (DRAFTER, "trainer.pipeline.session:build_blocks", 12),
     "training, drafter backward": (DRAFTER, "torch:Tensor.backward", 12),
@@ -115,7 +117,7 @@ def check_end(ended: Judged, what: str, place: str) -> None:
         assert "on purpose" in record.traceback
     if what in ("hang", "freeze") and rank != WRITER:
         assert "stall" in {alarm.alarm for alarm in run.events(ev.AlarmRaised)}
-    if phase != "loading":
+    if phase not in ("loading", "warmup"):
         saved = Path(record.last_checkpoint)
         assert saved in run.checkpoints
         check_whole(saved)

@@ -1,7 +1,8 @@
 """`python -m benchmarks.prepare --target-model DIR`: the speed of `prepare`, the share of the tokenizer in it, its memory.
 
 Three measurements over chats made of random words: the CPU seconds of each stage in one thread; the tokens a second of the
-whole verb with 1, 2, 4, ... processes; and the peak memory of the verb over N and over 10 N rows, which should not differ.
+whole verb on one core and on all of them, without its start; and its peak memory over N and over 10 N rows, which should not
+differ.
 """
 
 from __future__ import annotations
@@ -100,15 +101,24 @@ def whole(target_model: Path, chats: Path, processes: int) -> dict[str, float]:
     return figures | {"tokens": counts["tokens"]}
 
 
+def counts_up_to(cores: int) -> list[int]:
+    """Return 1, 2, 4, ... and last all cores."""
+    return [*(1 << i for i in range(cores.bit_length()) if 1 << i < cores), cores]
+
+
+def rate(small: dict[str, float], large: dict[str, float]) -> float:
+    """Return tokens a second of what the larger run has more than the smaller one: both start alike."""
+    return (large["tokens"] - small["tokens"]) / max(large["wall"] - small["wall"], 1e-9)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prepare", description=__doc__)
     parser.add_argument("--target-model", type=Path, required=True, metavar="DIR", help="whose tokenizer and template")
     parser.add_argument("--rows", type=int, default=2000, help="N (default 2000)")
-    parser.add_argument("--processes", type=int, nargs="*", default=None, help="default: 1, 2, 4, ... up to the cores")
+    parser.add_argument("--processes", type=int, nargs="*", default=None, help="default: 1, 2, 4, ... and all cores")
     arguments = parser.parse_args(argv)
-    cores = len(os.sched_getaffinity(0))
-    counts = arguments.processes or [1 << i for i in range(cores.bit_length()) if 1 << i <= cores]
+    counts = arguments.processes or counts_up_to(len(os.sched_getaffinity(0)))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as directory:
         few, many = Path(directory) / "few.jsonl", Path(directory) / "many.jsonl"
@@ -116,18 +126,16 @@ def main(argv: list[str] | None = None) -> int:
         make_chats(many, 10 * arguments.rows)
         found = stages(arguments.target_model, few)
         each = ", ".join(f"{name} {value:.3f} s" for name, value in found.seconds.items())
-        rate = found.tokens / sum(found.seconds.values())
+        core = found.tokens / sum(found.seconds.values())
         print(f"{found.tokens:,} tokens, one thread: {each}")
-        print(f"the tokenizer takes {found.tokenizer_share:.0%} of the CPU time; {rate:,.0f} tok/s a core")
-        small = whole(arguments.target_model, few, counts[0])
+        print(f"the tokenizer takes {found.tokenizer_share:.0%} of the CPU time; {core:,.0f} tok/s a core")
         for processes in counts:
-            large = whole(arguments.target_model, many, processes)
+            small, large = (whole(arguments.target_model, chats, processes) for chats in (few, many))
             print(
-                f"{processes} processes: {large['tokens']:,.0f} tokens, {large['tokens'] / large['wall']:,.0f} tok/s with "
-                f"the start, {large['cpu']:.1f} s of CPU, peak {large['mib']:.0f} MiB a process"
+                f"{processes} processes: {rate(small, large):,.0f} tok/s, {rate(small, large) / core:.2f} times a core's; "
+                f"{large['tokens']:,.0f} tokens in {large['wall']:.1f} s with the start, {large['cpu']:.1f} s of CPU; "
+                f"peak {large['mib']:.0f} MiB a process, {small['mib']:.0f} over a tenth of the rows"
             )
-            if processes == counts[0]:
-                print(f"  over a tenth of the rows: peak {small['mib']:.0f} MiB")
     return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.prepare import Stages, make_chats, stages
+from benchmarks.prepare import Stages, counts_up_to, make_chats, rate, stages
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -41,3 +41,11 @@ def test_chats_are_the_same_each_time(tmp_path: Path) -> None:
         make_chats(tmp_path / name, 5)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "same").read_bytes()
     assert set(json.loads((tmp_path / "one").read_text().splitlines()[0])) == {"prompt", "completion"}
+
+
+def test_one_core_and_all_of_them_are_measured() -> None:
+    assert [counts_up_to(cores) for cores in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_the_start_is_not_in_the_rate() -> None:
+    assert rate({"tokens": 10.0, "wall": 3.0}, {"tokens": 110.0, "wall": 5.0}) == 50.0

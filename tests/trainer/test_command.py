@@ -164,6 +164,12 @@ def test_the_preflight_says_what_a_run_would_be(values: dict[str, Any], tmp_path
     assert found["first_step"] == 1
     assert found["topology"] == "1 target / 1 drafter on cpu"
     assert found["target_layer_ids"] == [1, 3]
+    assert "held_out" not in found
+    # Data that are held out only by name are told before a run believes its best checkpoint.
+    path.write_text(json.dumps(values | {"held_out_dir": values["data_dir"]}))
+    assert entry.main(["preflight", "--config-json", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["held_out"] == "20 documents, 20 also trained on"
+    path.write_text(json.dumps(values))
     assert entry.main(["preflight", "--config-json", str(path)]) == 0
     assert "1 target / 1 drafter on cpu" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [path]

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 # padding share that grows by half of it (about 3%).
 _BLUR = 1 / 16
 
-# The target's batches have 16 lengths an octave: on average 3% of padding more, and few enough shapes to run each once
-# before training. Kernels that were tuned at every new length stopped others in mid-run.
+# The target's batches have 16 lengths an octave: on average 3% of padding more, and few enough shapes for kernels that
+# are tuned for each: tuned at every new length they stopped others in mid-run.
 _WIDTHS_PER_OCTAVE = 16
 
 

@@ -56,6 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
         else "SGLang; vLLM 0.32 refuses a mixture",
         "topology": Layout.of(config).describe(),
     }
+    if found.held_out is not None:
+        # Learnt by heart, they would tell nothing of other text, and the best checkpoint would be the last one.
+        findings["held_out"] = (
+            f"{len(found.held_out)} documents, {found.dataset.common(found.held_out)} also trained on"
+        )
     if arguments.json:
         print(dumps(findings))
     else:

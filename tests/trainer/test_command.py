@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from remote.protocol.errors import DflashError, ExitCode
+from remote.protocol.identity import ProcessIdentity
 from remote.protocol.layout import RunLayout, is_run_id
 from remote.protocol.locks import is_held
 from trainer import __main__ as entry
 from trainer import preflight
 from trainer.config import TrainConfig
-from trainer.pipeline import command, leader
+from trainer.pipeline import command, leader, names
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.plan import PLAN_VARIABLE, RunPlan
 
@@ -173,6 +174,29 @@ def test_the_preflight_says_what_a_run_would_be(values: dict[str, Any], tmp_path
     assert entry.main(["preflight", "--config-json", str(path)]) == 0
     assert "1 target / 1 drafter on cpu" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_preflight_counts_the_ring_of_a_dead_run_as_space(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(names, "SHARED_MEMORY", tmp_path)
+    with subprocess.Popen(["true"]) as process:
+        owner = ProcessIdentity.of(process.pid)
+    ring = tmp_path / f"dflash-{names.scope()}-{owner.pid}-{owner.start_ticks}-0123abcd"
+    ring.write_bytes(b"x" * 100)
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(values))
+    assert entry.main(["preflight", "--config-json", str(path), "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == f"removed what a dead run had left: {ring}\n"
+    assert json.loads(shown.out)["documents"] == 20
+    assert not ring.exists()
+
+
+def test_the_help_says_what_ctrl_c_does(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        entry.main(["train", "--help"])
+    assert "Ctrl-C, or TERM, saves a checkpoint" in capsys.readouterr().out
 
 
 # ---- the leader

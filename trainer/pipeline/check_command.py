@@ -10,7 +10,7 @@ from remote.protocol.codec import dumps
 from trainer.checkpoint_files import TrainerState, check_resumable
 from trainer.pipeline import command
 from trainer.pipeline.layout import Layout
-from trainer.pipeline.leader import resume_point
+from trainer.pipeline.leader import resume_point, take_away_leftovers
 from trainer.pipeline.plan import RunPlan
 from trainer.preflight import Prepared, parameter_count, preflight
 from trainer.target.fingerprint import target_fingerprint
@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check; prints what a run would be. Raises one DflashError (2 or 7) for all that is wrong."""
     config = command.read_config(arguments)
+    # As the run will: else the ring of a killed one would be refused as space that is not there.
+    take_away_leftovers()
     found = preflight(
         config,
         Path(config.output_dir or ".").absolute(),

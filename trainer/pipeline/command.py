@@ -29,6 +29,9 @@ _STORY_VARIABLES = {"DFLASH_PROFILE_INTERVAL": "profile_interval", "DFLASH_SPLIT
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `train`: the configuration's, and --only-batch."""
     add_config_arguments(parser)
+    parser.epilog = (
+        "Ctrl-C, or TERM, saves a checkpoint after the step and ends; a second one ends at once, without a checkpoint."
+    )
     parser.add_argument(
         "--only-batch",
         type=Path,

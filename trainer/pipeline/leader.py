@@ -87,9 +87,7 @@ def prepare(config: TrainConfig, run: RunLayout, *, saves: bool = True) -> RunPl
 
     Without `saves` no checkpoint will be written, so no room for one is asked for.
     """
-    # Before space is counted: the ring of a run that was killed takes as much as ours will.
-    for path in names.sweep():
-        print(f"removed what a dead run had left: {path}", file=sys.stderr, flush=True)
+    take_away_leftovers()
     config = config.with_absolute_paths()
     # A directory of its own under output_dir too: a run never writes among another run's checkpoints.
     output_dir = Path(config.output_dir) / run.run_id if config.output_dir else run.checkpoints
@@ -122,6 +120,12 @@ def prepare(config: TrainConfig, run: RunLayout, *, saves: bool = True) -> RunPl
         held_out_fingerprint=found.held_out.fingerprint if found.held_out else "",
         target_architecture=found.facts.architecture,
     )
+
+
+def take_away_leftovers() -> None:
+    """Remove what killed runs left in shared places, and say so. Before space is counted: a ring takes as much as the next."""
+    for path in names.sweep():
+        print(f"removed what a dead run had left: {path}", file=sys.stderr, flush=True)
 
 
 def save_documents(path: Path, config: TrainConfig, found: Prepared) -> None:

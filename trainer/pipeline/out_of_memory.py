@@ -33,7 +33,9 @@ _DEVICE = re.compile(
 _HOST = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|cudaHostRegister .*status 2\b")
 # A driver says the same of its host memory; who asked for it shows in the stack.
 _PINNING = ("pin_memory", "landing", "upload", "register_with_cuda")
-_TUNING = ("triton/runtime/autotuner.py", "triton/testing.py", "_inductor/runtime/triton_heuristics.py")
+# Launches of what is tuned already go through the same files, by other functions.
+_TUNERS = ("triton/runtime/autotuner.py", "triton/testing.py", "_inductor/runtime/triton_heuristics.py")
+_TUNING = ("_bench", "bench", "benchmark", "do_bench", "do_bench_cudagraph", "benchmark_all_configs")
 
 _TARGET_STAGES = ("read", "target_forward", "pack", "publish")
 
@@ -140,8 +142,9 @@ def _cause(error: BaseException, culprit: BaseException, scene: Scene, memory: M
     text = str(culprit)
     shapes = [note.removeprefix(_SHAPE) for each in _chain(error) for note in getattr(each, "__notes__", ())]
     doing = " of ".join(filter(None, [scene.stage or scene.about, shapes[0] if shapes else ""]))
-    files = [frame.filename for each in _chain(error) for frame in traceback.extract_tb(each.__traceback__)]
-    tuning = "in Triton's autotuning" if any(file.endswith(_TUNING) for file in files) else ""
+    frames = [frame for each in _chain(error) for frame in traceback.extract_tb(each.__traceback__)]
+    tunes = any(frame.filename.endswith(_TUNERS) and frame.name in _TUNING for frame in frames)
+    tuning = "in Triton's autotuning" if tunes else ""
     asked = _quantity(r"(?:Tried|tried) to allocate ([\d.]+) (\w+)", text)
     parts = [doing, tuning, f"{_size(asked)} asked for" if asked else "", _use(memory)]
     if not asked and not memory.total:
@@ -200,7 +203,7 @@ def _memory_now(device: str) -> Memory:
         return Memory()
 
 
-_MOST_HINTS = 3
+_MOST_HINTS, _MOST_SETTINGS = 4, 3
 
 
 def _hints(scene: Scene, config: TrainConfig, memory: Memory, *, on_gpu: bool) -> list[str]:
@@ -213,19 +216,17 @@ def _hints(scene: Scene, config: TrainConfig, memory: Memory, *, on_gpu: bool) -
     if scene.device.startswith("cuda") and not on_gpu:
         found += _host_hints(config)
     else:
-        found += _target_hints(scene, config) if scene.side is Role.TARGET else _drafter_hints(scene, config)
+        settings = _target_hints(scene, config) if scene.side is Role.TARGET else _drafter_hints(scene, config)
+        found += settings[:_MOST_SETTINGS]
     if on_gpu and config.shared_roles:
-        found.insert(
-            min(len(found), _MOST_HINTS - 1), "give target and drafter GPUs of their own instead of shared roles"
-        )
+        place = min(len(found), _MOST_HINTS - 1)
+        found.insert(place, "give target and drafter GPUs of their own instead of shared roles")
     return found[:_MOST_HINTS]
 
 
 def _host_hints(config: TrainConfig) -> list[str]:
-    return [
-        f"lower --ring-mib, now {config.ring_mib}",
-        "raise the container's memory limit, and the limit of locked memory (ulimit -l)",
-    ]
+    limits = "raise the container's memory limit, and the limit of locked memory (ulimit -l)"
+    return [limits] if config.shared_roles else [f"lower --ring-mib, now {config.ring_mib}", limits]
 
 
 def _fewer_tokens(config: TrainConfig) -> str:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import random_target
+from benchmarks.memory import measure, tiny_run
 from remote.agent.verdict import Ending, Story, judge
 from remote.protocol.errors import DflashError
+from remote.protocol.records import RankError, read_record
 from trainer.config import TrainConfig
 from trainer.drafter.attention_choice import flex_failures
 from trainer.pipeline.membership import is_consequence
+from trainer.pipeline.memory import cap
 from trainer.pipeline.out_of_memory import OutOfMemory, Scene, at_shape, classified
 
 # As torch 2.11 says it, on a GPU that others use as well.
@@ -257,11 +263,15 @@ def test_what_flex_wraps_and_what_a_thread_raised_is_found() -> None:
 
 def test_tuning_is_told_by_the_stack() -> None:
     place = {"run_out": out_of_memory}
-    source = "def _bench():\n    raise run_out()\n"
+    source = "def _bench():\n    raise run_out()\n\ndef run():\n    raise run_out()\n"
     exec(compile(source, "/somewhere/site-packages/triton/runtime/autotuner.py", "exec"), place)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         place["_bench"]()  # type: ignore[operator]
     assert "target_forward; in Triton's autotuning; 2.5 GiB asked for" in told(caught.value).cause
+    # A kernel that was tuned before is launched through the same file.
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        place["run"]()  # type: ignore[operator]
+    assert "target_forward; 2.5 GiB asked for" in told(caught.value).cause
 
 
 def test_an_error_that_names_itself_is_followed_once() -> None:
@@ -298,3 +308,45 @@ def test_a_run_says_it_in_its_record_its_log_and_its_end(
     assert record.hint in run.log
     ended = judge(run.layout, Story(), Ending(by="trainer", returncode=1))
     assert (ended.failed_rank, ended.message) == (rank, f"{record.message} ({record.cause})")
+
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+class TestOnGpu:
+    pytestmark = gpu
+
+    def test_torchs_own_message_is_understood(self) -> None:
+        device = torch.device("cuda:0")
+        torch.cuda.empty_cache()
+        cap(device, 2)
+        try:
+            with pytest.raises(torch.OutOfMemoryError) as caught, at_shape("8 x 512 tokens"):
+                torch.empty(3 << 30, dtype=torch.uint8, device=device)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        found = told(caught.value, dataclasses.replace(TARGET, device="cuda:0"), gpu_memory_gib=2)
+        assert found.error == "out of memory on GPU 0 (target 2) in warm-up"
+        assert "of 8 x 512 tokens; 3.0 GiB asked for" in found.cause
+        assert re.search(r"in use by this process, .* by others, .* free of .*, 2.0 GiB allowed$", found.cause)
+        assert "raise --gpu-memory-gib, now 2" in found.hint
+
+    @pytest.mark.timeout(400)
+    def test_a_run_that_goes_beyond_its_cap_says_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        # 1,920 blocks of 8 rows a row of documents, with the logits of all at once: 2 GiB and their gradients.
+        monkeypatch.setitem(random_target.SHAPES, "toy", random_target.TOY | {"vocab_size": 32768})
+        values = tiny_run(tmp_path, "cuda", 20) | {
+            "target_gpus": [0], "drafter_gpus": [0], "gpu_memory_gib": 1.0, "attention_backend": "dense", "token_budget": 8192,
+            "num_anchors": 64, "row_anchors": 2048, "objective_rows": 16384, "micro_batches_per_step": 1, "epochs": 9,
+        }  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"error: out of memory on GPU 0 \(shared 0\) in (warm-up|training)"):
+            measure(values, tmp_path, (10,))
+        (directory,) = (each.parent.parent for each in tmp_path.glob("*/errors/rank-0.json"))
+        record = read_record(RankError, directory / "errors" / "rank-0.json")
+        assert record is not None
+        assert record.kind == "OutOfMemory"
+        assert "block rows" in record.cause
+        assert "1.0 GiB allowed" in record.cause
+        assert "raise --gpu-memory-gib, now 1" in record.hint
+        assert "lower --objective-rows, now 16384" in record.hint
+        assert "OutOfMemoryError" in record.traceback

@@ -143,7 +143,7 @@ class StageProfile(Event):
     memory_reserved: int = metric(
         "bytes that the allocator holds on the device, what others cannot use", unit="B", line="d", default=0
     )
-    memory_peak: int = metric("most bytes in tensors at once so far", unit="B", line="d", default=0)
+    memory_peak: int = metric("most bytes in tensors at once, in training so far", unit="B", line="d", default=0)
     memory_total: int = metric("bytes the device has", unit="B", line="d", default=0)
     ring_bytes: int = metric("bytes this target has published and no drafter has taken", unit="B", default=0)
 

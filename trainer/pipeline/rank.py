@@ -13,6 +13,7 @@ from trainer.pipeline.membership import Filing, join_run
 from trainer.pipeline.out_of_memory import Scene, classified
 from trainer.pipeline.plan import PLAN_VARIABLE, RunPlan
 from trainer.pipeline.pulse import Pulse
+from trainer.pipeline.startup import TORCH
 from trainer.pipeline.vitals import Board
 from trainer.pipeline.watchdog import Stalled, Ward, Watchdog
 from trainer.telemetry import EventSender, EventWriter, PhaseLog, Telemetry
@@ -34,7 +35,7 @@ def main() -> int:
     pulse = Pulse()
     try:
         with _watchdog(plan, layout, pulse, filing, telemetry).watching():
-            with phases.phase("loading", "torch"):
+            with phases.phase("loading", TORCH):
                 from trainer.pipeline import roles
             roles.run(plan, role, telemetry, phases, pulse)
         # A rank that ended well must not look like the first one that died.

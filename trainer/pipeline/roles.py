@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ from trainer.pipeline.receiver import Arrival, Fetcher, PrefetchReceiver, SyncRe
 from trainer.pipeline.reporting import Desk, PipelineProfiler, Reporter
 from trainer.pipeline.sender import AsyncSender, Publisher, SyncSender
 from trainer.pipeline.session import DrafterSession, Ends
+from trainer.pipeline.startup import OTHERS
 from trainer.pipeline.target_side import Producer, SharedReceiver, produce
 from trainer.pipeline.warm_up import WarmUp
 from trainer.pipeline.world import join_world
@@ -56,10 +58,11 @@ def run(plan: RunPlan, role: Role, telemetry: Telemetry, phases: PhaseLog, pulse
             cause="torch.cuda.is_available() is False on this machine",
             hint="check the driver and the container's devices, or train on the CPU with --device cpu",
         )
-    with (
-        join_world(layout, timeout=collective_limit(plan.train_config()), pulse=pulse) as world,
-        take_post(plan, world, telemetry, phases) as post,
-    ):
+    with contextlib.ExitStack() as stack:
+        with phases.phase("loading", OTHERS):
+            limit = collective_limit(plan.train_config())
+            world = stack.enter_context(join_world(layout, timeout=limit, pulse=pulse))
+            post = stack.enter_context(take_post(plan, world, telemetry, phases))
         if role is Role.TARGET:
             run_target(post)
         else:

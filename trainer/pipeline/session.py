@@ -34,6 +34,7 @@ from trainer.pipeline.plan import RunPlan
 from trainer.pipeline.reporting import Desk, ProfileTimer, StepTraffic, blame
 from trainer.pipeline.saving import Saving
 from trainer.pipeline.stage_clock import when_gradients_are_made
+from trainer.pipeline.startup import startup_message
 from trainer.pipeline.target_side import SharedReceiver
 from trainer.pipeline.trace import StepTrace
 from trainer.pipeline.world import World
@@ -295,6 +296,9 @@ class DrafterSession:
         self.last_loss = figures.loss
         if figures.step == self.plan.first_step:
             self.first_loss = figures.loss
+            # In front of the step: with that, whoever waits for a start has what he waits for.
+            if self.desk is not None and (message := startup_message(self.plan.run.events, self.world.rank)):
+                self.desk.telemetry.emit(message)
         self.not_applied += figures.skipped
         saved = self._settle(figures)
         if self.desk is not None:

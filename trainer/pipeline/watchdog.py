@@ -32,6 +32,7 @@ _ELSEWHERE = 3.0
 
 _WORK_BYTES = 1 << 20
 _FILING_SECONDS = 10.0
+_HEARING_SECONDS = 1.0
 
 
 class Stalled(DflashError):
@@ -194,6 +195,8 @@ class Watchdog:
         filing = threading.Thread(target=self._tell, args=(found,), daemon=True)
         filing.start()
         filing.join(_FILING_SECONDS)
+        # The launcher ends the rank that writes events as soon as this one has ended: not before it has heard the alarm.
+        time.sleep(_HEARING_SECONDS)
         os._exit(STALLED)
 
     def _tell(self, found: Stalled) -> None:

@@ -78,7 +78,7 @@ def measure(values: Mapping[str, Any], directory: Path, steps: Sequence[int]) ->
     try:
         samples = list(_watch(process, run, steps))
         if process.wait() != 0:
-            raise RuntimeError(f"the run failed:\n{run.train_log.read_text()[-4000:]}")
+            raise RuntimeError(f"the run failed:\n{run.train_log.read_text()[-20_000:]}")
         return samples
     finally:
         # Ranks die with the leader.

@@ -32,7 +32,7 @@ _DEVICE = re.compile(
 # Status 2 is cudaErrorMemoryAllocation.
 _HOST = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|cudaHostRegister .*status 2\b")
 # A driver says the same of its host memory; who asked for it shows in the stack.
-_PINNING = ("pin_memory", "landing", "upload", "register_with_cuda")
+_PINNING = ("pin_memory", "landing", "upload", "host_buffer", "register_with_cuda")
 # Launches of what is tuned already go through the same files, by other functions.
 _TUNERS = ("triton/runtime/autotuner.py", "triton/testing.py", "_inductor/runtime/triton_heuristics.py")
 _TUNING = ("_bench", "bench", "benchmark", "do_bench", "do_bench_cudagraph", "benchmark_all_configs")
@@ -181,7 +181,9 @@ def _memory(text: str, device: str) -> Memory:
     if not total:
         return _memory_now(device)
     ours = _quantity(r"this process has ([\d.]+) (\w+) memory in use", text)
-    if not ours:  # No NVML, or process numbers of a container that the driver does not know.
+    if (
+        not 0 < ours <= total
+    ):  # No NVML, a driver that does not tell it, or process numbers of a container unknown to it.
         ours = _quantity(r"([\d.]+) (\w+) is allocated by PyTorch", text)
         ours += _quantity(r"([\d.]+) (\w+) is reserved by PyTorch but", text)
     free = _quantity(r"of which ([\d.]+) (\w+) is free", text)

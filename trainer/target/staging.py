@@ -43,7 +43,7 @@ class Staging:
 
     def __init__(self, copier: Copier, *, piece: int, pinned: bool) -> None:
         self._copier = copier
-        self._pieces = [torch.empty(piece, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._pieces = [host_buffer(piece, pinned=pinned) for _ in range(2)]
         self._marks: list[Mark | None] = [None, None]
         self._turn = 0
 
@@ -70,6 +70,11 @@ class Staging:
         if (mark := self._marks[turn]) is not None:
             mark.wait_host()
             self._marks[turn] = None
+
+
+def host_buffer(count: int, *, pinned: bool) -> torch.Tensor:
+    """Return u8[count] of host memory, from which copies to a GPU are asynchronous if it is pinned."""
+    return torch.empty(count, dtype=torch.uint8, pin_memory=pinned)
 
 
 def read_at(descriptor: int, start: int, into: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ MIB = 1 << 20
 STEPS = (500, 750, 1000, 1250, 1500, 1750, 1990)
 
 # From step 500 on: 5.6 KB a step. The least that a step could keep of its states, one row of 128 tokens, is 64 KB, and would
-# make 95 MiB. What malloc does not give back after a checkpoint, which is in it, took 1 to 3 MiB.
+# make 93 MiB. Measured were 0.0 MiB for the target and 0.7 for the drafter.
 HOST = 8 * MIB
 # What a checkpoint has open at that moment, and its thread.
 FILES, THREADS = 4, 1

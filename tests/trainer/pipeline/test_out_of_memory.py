@@ -20,9 +20,13 @@ from remote.protocol.errors import DflashError
 from remote.protocol.records import RankError, read_record
 from trainer.config import TrainConfig
 from trainer.drafter.attention_choice import flex_failures
+from trainer.pipeline.copier import CudaCopier
 from trainer.pipeline.membership import is_consequence
 from trainer.pipeline.memory import cap
 from trainer.pipeline.out_of_memory import OutOfMemory, Scene, at_shape, classified
+from trainer.pipeline.ring import Ring
+from trainer.target.staging import host_buffer
+from trainer.upload import upload
 
 # As torch 2.11 says it, on a GPU that others use as well.
 MESSAGE = (
@@ -86,6 +90,9 @@ def test_a_cap_is_named_and_the_innermost_shape_counts() -> None:
 
 def test_without_the_processes_figure_what_torch_holds_is_ours() -> None:
     text = ALONE.replace("Including non-PyTorch memory, this process has 138.50 GiB memory in use. ", "")
+    assert "99.0 GiB in use by this process, 39.7 GiB by others" in told(out_of_memory(text)).cause
+    # As drivers say it that do not know.
+    text = ALONE.replace("138.50 GiB memory", "17179869184.00 GiB memory")
     assert "99.0 GiB in use by this process, 39.7 GiB by others" in told(out_of_memory(text)).cause
 
 
@@ -214,12 +221,15 @@ def test_the_hosts_memory_is_not_the_gpus(error: BaseException) -> None:
     assert ("4.0 GiB asked for" in found.cause) == ("allocate 42" in str(error))
 
 
-def test_the_drivers_refusal_to_pin_is_the_hosts() -> None:
-    def pin_memory() -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
+@pytest.mark.parametrize(
+    "pins", [upload, host_buffer, CudaCopier.landing, Ring.register_with_cuda, torch.Tensor.pin_memory]
+)
+def test_the_drivers_refusal_to_pin_is_the_hosts(pins: Callable[..., Any]) -> None:
+    """By the name of the innermost frame: what refuses is in C and has none."""
+    place: dict[str, Any] = {}
+    exec(f"def {pins.__name__}():\n    raise RuntimeError('CUDA error: out of memory')\n", place)
     with pytest.raises(RuntimeError) as caught:
-        pin_memory()
+        place[pins.__name__]()
     assert told(caught.value).error == "out of memory on the host (target 2) in warm-up"
 
 
@@ -320,10 +330,13 @@ class TestOnGpu:
         device = torch.device("cuda:0")
         torch.cuda.empty_cache()
         cap(device, 2)
+        # Without NVML what torch holds is all that is known of this process.
+        held = torch.empty(1 << 27, dtype=torch.uint8, device=device)
         try:
             with pytest.raises(torch.OutOfMemoryError) as caught, at_shape("8 x 512 tokens"):
                 torch.empty(3 << 30, dtype=torch.uint8, device=device)
         finally:
+            del held
             torch.cuda.set_per_process_memory_fraction(1.0, device)
         found = told(caught.value, dataclasses.replace(TARGET, device="cuda:0"), gpu_memory_gib=2)
         assert found.error == "out of memory on GPU 0 (target 2) in warm-up"

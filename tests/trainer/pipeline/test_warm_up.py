@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -341,3 +343,30 @@ def test_two_drafters_decide_together_and_train(trained: Callable[..., Any]) -> 
     ]  # fmt: skip
     first = run.events(ev.Step)[0]
     assert all(each.time < first.time for each in told)
+
+
+@pytest.mark.parametrize(("rank", "role"), [(0, "target"), (3, "drafter")])
+def test_a_stop_while_a_rank_warms_up_is_waited_for_and_trains_nothing(
+    start: Callable[..., Any], finish: Callable[[Any], Any], rank: int, role: str
+) -> None:
+    # Frozen before its first shape: the others come to the barrier, or to what the drafters do together.
+    fault = {"what": "freeze", "where": f"trainer.pipeline.warm_up:WarmUp.{role}"}
+    run = start(faults={rank: fault}, target_gpus=[0, 1], drafter_gpus=[2, 3], checkpoint_every=1)
+    pidfile = run.layout.rank_pid(rank)
+    run.wait_for(lambda: pidfile.exists() and state_of(pid_in(pidfile)) == "T", "not frozen")
+    run.ask_to_stop()
+    os.kill(pid_in(pidfile), signal.SIGCONT)
+    finish(run)
+    assert run.codes == [0, 0, 0, 0], run.log
+    assert (run.finished.result, run.finished.step) == ("stopped", 0)
+    assert rank not in {each.rank for each in run.events(ev.WarmedUp)}
+    assert "training" not in {each.phase for each in run.events(ev.Phase)}
+    assert run.checkpoints == []
+
+
+def pid_in(file: Path) -> int:
+    return int(file.read_text().split()[0])
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

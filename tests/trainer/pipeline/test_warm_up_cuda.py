@@ -80,7 +80,8 @@ def test_nothing_is_tuned_or_compiled_behind_it(
     events = run_shared(values | {"profile_interval": 0}, tmp_path)
     assert tuned == []
     assert compiled[0] == compiled[1]
-    assert (compiled[0] > 0) == (attention == "flex")
+    # Or nothing was counted.
+    assert compiled[0] > 0 or attention == "dense"
     assert len(warmed(events, "target")) > 2
     assert any("held out" in each.shape for each in warmed(events, "drafter"))
 

@@ -198,6 +198,7 @@ def _rules(c: TrainConfig) -> list[tuple[bool, str, str, str]]:
          "leave one of the two out"),
         (c.attention_backend == "flex" and c.device == "cpu", "attention_backend",
          "flex_attention has no backward on a CPU", "leave it at auto, or set dense"),
+        (c.gpu_memory_gib > 0 and c.device == "cpu", "gpu_memory_gib", "a CPU's memory has no cap here", "leave it at 0"),
         (c.beta1 == 1, "beta1", "AdamW's mean of gradients would never move from 0", "0.9 is usual"),
         (c.beta2 == 1, "beta2", "AdamW's mean of squares would never move from 0", "0.95 is usual"),
         (c.max_grad_norm == 0, "max_grad_norm", "every gradient would become zero", "use a large value to switch clipping off"),

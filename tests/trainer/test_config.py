@@ -178,6 +178,7 @@ def test_a_toml_boolean_is_on_or_off() -> None:
         ({"target_layer_ids": [1, 1]}, "target_layer_ids"),
         ({"layer_types": ["full"] * 4}, "layer_types"),
         ({"attention_backend": "flex", "device": "cpu"}, "attention_backend"),
+        ({"gpu_memory_gib": 94, "device": "cpu"}, "gpu_memory_gib"),
         ({"max_grad_norm": 0}, "max_grad_norm"),
         ({"beta1": 1}, "beta1"),
         ({"beta2": 1.0}, "beta2"),

@@ -74,7 +74,7 @@ def shared_session(values: dict[str, Any], directory: Path) -> Iterator[DrafterS
         take_post(plan, rank_of(0), heard, PhaseLog(heard, role=Role.SHARED, rank=0)) as post,
     ):
         producer = roles.load_producer(post)
-        yield roles.make_session(post, producer, *roles.build_drafter(post))
+        yield roles.make_session(post, producer, *roles.build_drafter(post, producer))
 
 
 # CUDA remembers a registered range: unmapped, its addresses may be given out again and would be refused.

@@ -6,7 +6,7 @@ For CUDA; on a CPU flex_attention has no backward. Keys are the context rows, th
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -39,7 +39,9 @@ def compiled_kernel(compiler: str = "inductor") -> Kernel:
     # refuse flex_attention for that. There are no parameters in this graph, so nothing to cut for.
     dynamo.optimize_ddp = False
     # Static shapes give the faster kernel, and buckets keep them few.
-    return torch.compile(flex_attention, backend=compiler, dynamic=False, fullgraph=True)
+    compiled = torch.compile(flex_attention, backend=compiler, dynamic=False, fullgraph=True)
+    # Fewer than 128 queries would go to the kernel for decoding, which has no variant for 96 (torch 2.11, H200).
+    return partial(compiled, kernel_options={"BACKEND": "TRITON"})
 
 
 class FlexAttention:

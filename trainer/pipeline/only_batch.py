@@ -115,7 +115,7 @@ def _session(bad: BadBatch, changes: Mapping[str, Any], scratch: Path) -> Iterat
             # The softmax over a sub-vocabulary is that of the run's data, not of this batch.
             post = dataclasses.replace(post, token_ids_seen=bad.token_ids_seen.numpy())
             producer = roles.load_producer(post)
-            yield producer, roles.make_session(post, producer, *roles.build_drafter(post))
+            yield producer, roles.make_session(post, producer, *roles.build_drafter(post, producer))
     finally:
         plan.forget_names()
 

@@ -183,7 +183,7 @@ def run_drafter(post: Post) -> None:
     if not post.plan.run.stop.exists() and post.layout.shared:
         producer = load_producer(post)
     if not post.plan.run.stop.exists():
-        built = build_drafter(post)
+        built = build_drafter(post, producer)
     session = None
     # What follows meets the other drafters. One that stops must not be missed there: they decide together.
     if not post.world.any_loader(built is None or post.plan.run.stop.exists()) and built is not None:
@@ -214,8 +214,11 @@ def warm_session(
     return session
 
 
-def build_drafter(post: Post) -> tuple[Drafter, StepOptimizer, Ends, Choice]:
-    """Make the drafter, fresh, started from the target or restored, load the target's two ends, and try the attention."""
+def build_drafter(post: Post, producer: Producer | None) -> tuple[Drafter, StepOptimizer, Ends, Choice]:
+    """Make the drafter, fresh, started from the target or restored, load the target's two ends, and try the attention.
+
+    With shared roles the embedding is the one that `producer` has.
+    """
     config, plan = post.config, post.plan
     with post.phases.phase("loading", f"drafter on {post.device}"):
         facts = target_facts(Path(config.target_model))
@@ -228,7 +231,8 @@ def build_drafter(post: Post) -> tuple[Drafter, StepOptimizer, Ends, Choice]:
         if plan.resume:
             checkpoint.restore(Path(plan.resume), drafter, optimizer)
         optimizer.allocate()
-        embed, head = load_ends(Path(config.target_model), DTYPES[config.dtype], post.device)
+        embed = None if producer is None else producer.target.embedding
+        embed, head = load_ends(Path(config.target_model), DTYPES[config.dtype], post.device, embed=embed)
         subset = None
         if config.loss_vocab_extra >= 0:
             tokens = make_vocab_subset(post.token_ids_seen, facts.vocab_size, config.loss_vocab_extra, config.seed)

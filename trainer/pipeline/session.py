@@ -225,13 +225,16 @@ class DrafterSession:
         self.clock.add_flops(self._flops.row(packed.row.tokens, blocks))
         return sums
 
-    def rehearse(self, packed: PackedRow, *, held_out: bool) -> None:
-        """Run what a row of this shape runs, for its kernels and its memory. Gradients are left behind; no rank is met."""
+    def rehearse(self, packed: PackedRow, *, held_out: bool = False, last: bool = False) -> None:
+        """Run what a row of this shape runs, for its kernels and its memory. Gradients are left behind.
+
+        `last`: as the last row of a step, whose backward meets the other drafters'.
+        """
         if held_out:
             with torch.no_grad():
                 self._held_out_sums(packed)
         else:
-            self.backward(packed, last=False)
+            self.backward(packed, last=last)
 
     def _parted(self, states: States) -> tuple[States, torch.Tensor | None]:
         """Return the drafter's states, and what the target's head reads, f[T, H], where the drafter learns from it."""

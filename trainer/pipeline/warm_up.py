@@ -31,9 +31,6 @@ _GIB = 1 << 30
 # The slot of its first pair that a role copies to or from meanwhile. Every pair has two, and nothing of it is published.
 _TARGETS_SLOT, _DRAFTERS_SLOT = 0, 1
 
-# What DistributedDataParallel reduces at once.
-_REDUCED_BYTES = 25 << 20
-
 
 Shape = TypeVar("Shape", TargetShape, DrafterShape)
 
@@ -72,18 +69,21 @@ class WarmUp:
     def drafter(self, session: DrafterSession) -> None:
         """Run the drafter forward and backward over the shapes of its rows, from its device buffers."""
         post = self._post
-        # NCCL's communicator and its buffers, with as much as one bucket of gradients. No drafter has left before this.
-        size = min(_REDUCED_BYTES // 4, sum(each.numel() for each in session.drafter.parameters()))
-        post.world.sum_over_drafters(torch.zeros(size, device=post.device))
         flight = _Flight(post, session.buffers, _DRAFTERS_SLOT, into_buffer=True)
         # Where the softmax runs over some tokens only, a label has to be one of them.
         token = int(post.token_ids_seen[0]) if len(post.token_ids_seen) else 0
-        for shape in self._due(self._drafter_shapes(session)):
+        for number, shape in enumerate(self._drafters_due(session)):
             buffer = flight.next()
             with self._reported("drafter", shape):
                 flight.start()
                 states = buffer.rows(shape.tokens).normal_(generator=self._states)
                 row = PackedRow(made_up_row(shape, token), as_states(states, split=buffer.split))
+                # The first twice and with the other drafters, none of whom has left before this: NCCL makes its communicator,
+                # gradients become views of DistributedDataParallel's buckets, and then these are laid out anew. In training
+                # that would take a second copy of all gradients (6.9 GB) in steps that nothing was tried for, and a resumed
+                # run would sum three drafters in another order than the one that went on.
+                for _ in range(2 if number == 0 and post.world.drafter_count > 1 else 0):
+                    session.rehearse(row, last=True)
                 session.rehearse(row, held_out=shape.held_out)
                 post.copier.mark().wait_host()
         flight.land()
@@ -101,6 +101,14 @@ class WarmUp:
 
     def _rows(self) -> list[Row]:
         return list(self._post.schedule.rows_of(self._post.plan.first_step, self._post.plan.total_steps))
+
+    def _drafters_due(self, session: DrafterSession) -> Iterator[DrafterShape]:
+        shapes = self._drafter_shapes(session)
+        if self._post.world.drafter_count > 1:
+            # Whoever wants to stop: the other drafters would wait for this one there.
+            yield shapes.pop(0)
+            shapes = shapes if self._every_shape else []
+        yield from self._due(shapes)
 
     def _drafter_shapes(self, session: DrafterSession) -> list[DrafterShape]:
         post, backend = self._post, session.backend

@@ -30,6 +30,11 @@ class Target:
         self.facts = facts
         self.target_layer_ids = target_layer_ids
 
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The weight of the input embedding, f[V, H]."""
+        return self.stack.get_parameter("embed_tokens.weight")
+
     @torch.no_grad()
     def capture(self, input_ids: torch.Tensor) -> list[torch.Tensor]:
         """Return the output of each captured layer, L tensors [k, Lmax, H], for right-padded i64[k, Lmax].

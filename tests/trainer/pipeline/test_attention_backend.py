@@ -67,7 +67,7 @@ def session_with(
         try:
             with take_post(plan, world, log, PhaseLog(log, role=Role.SHARED, rank=0)) as post:
                 producer = roles.load_producer(post)
-                *built, found = roles.build_drafter(post)
+                *built, found = roles.build_drafter(post, None)
                 # On a CPU nothing is tried and nothing said.
                 assert found == Choice(DENSE)
                 session = roles.make_session(post, producer, *built, choice)

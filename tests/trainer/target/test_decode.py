@@ -18,8 +18,9 @@ from trainer.target.recurrent import RecurrentBatch
 TOKENS = st.lists(st.integers(3, 47), min_size=1, max_size=4)
 PLAIN = ["LlamaForCausalLM", "Qwen3ForCausalLM"]
 HYBRID = ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"]
-# transformers computes a recurrence in float32 whatever the model's dtype, in chunks or token by token; states are up to 27.
-TOLERANCE = {**dict.fromkeys(PLAIN, 1e-10), **dict.fromkeys(HYBRID, 2e-4)}
+# transformers computes a recurrence in float32 whatever the model's dtype, in chunks or token by token; states are up to 27, and
+# 5e-4 was seen. A token too many in the state makes 0.1 and more.
+TOLERANCE = {**dict.fromkeys(PLAIN, 1e-10), **dict.fromkeys(HYBRID, 2e-3)}
 
 
 @pytest.fixture(scope="module")

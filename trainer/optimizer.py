@@ -99,9 +99,9 @@ class StepOptimizer:
         self.clear_gradients()
         return StepOutcome(grad_norm=norm, skipped=skipped)
 
-    def clear_gradients(self) -> None:
-        """Set the gradients to 0; their memory stays."""
-        self._adamw.zero_grad(set_to_none=False)
+    def clear_gradients(self, *, forget: bool = False) -> None:
+        """Set the gradients to 0; their memory stays, or with `forget` goes as well."""
+        self._adamw.zero_grad(set_to_none=forget)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return moments and step counts as flat tensors, `<index>.<name>` in order of the parameters."""

@@ -95,7 +95,7 @@ LOG = "\n".join(
 
 def show(tmp_path, columns=120, **environment):
     (tmp_path / "log").write_text(LOG)
-    kept = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "LINES")}
     kept |= {"PYTHONPATH": str(REPOSITORY), "TERM": "xterm-256color", "TZ": "UTC"} | environment
     code, seen = on_terminal(
         ["sh", "-c", f'"{sys.executable}" -c "$PROGRAM" < log'], kept | {"PROGRAM": PROGRAM}, tmp_path, columns

@@ -52,7 +52,7 @@ from trainer.data.scan import _scan_piece
 from trainer.data.schedule import Schedule
 from trainer.drafter.anchors import candidates, row_shares, sample_anchors
 from trainer.drafter.attention import _attend, block_rows, visible
-from trainer.drafter.blocks import _segments, build_blocks, lay_out, pad_blocks
+from trainer.drafter.blocks import _segments, build_blocks, lay_out, pad_blocks, padded_count
 from trainer.drafter.config import _check_target, default_target_layer_ids, gamma_for
 from trainer.drafter.dpace import dpace_weights
 from trainer.drafter.flex import FlexAttention, mask_mod
@@ -229,8 +229,8 @@ MUTANTS = {
         Mutant(FlexAttention.__call__, "transpose(0, 1).flatten(1)", "flatten(1).unflatten(0, (-1, 1))", check_flex),
     ],
     "padding to a bucket of block rows": [
-        Mutant(pad_blocks, "max(1, ", "max(0, ", check_padding),
-        Mutant(pad_blocks, "-(-blocks.count // bucket)", "blocks.count // bucket + 1", check_padding),
+        Mutant(padded_count, "max(1, ", "max(0, ", check_padding),
+        Mutant(padded_count, "-(-count // bucket)", "count // bucket + 1", check_padding),
         Mutant(pad_blocks, "value=PADDING", "value=0", check_padding),
         Mutant(pad_blocks, "Segment(0, 0, blocks.count, ", "Segment(0, 0, blocks.count + 1, ", check_flex),
         Mutant(block_rows, "len(blocks.positions)", "len(blocks.positions) * 0 + blocks.count", check_flex),

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 from testbed.proxmox import Proxmox, missing_machine
 from testbed.shim import ShimProxmox
 from testbed.sshd import missing_sshd
+
+# A shell without job control starts its background jobs with Ctrl-C ignored, and whatever tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -63,11 +63,12 @@ def expected_loss(config: Any) -> float:
     """Return the loss of step 1 by transformers' own model, one document at a time, all logits at once."""
     from transformers import AutoModelForCausalLM
 
+    # First: transformers loads with threads of its own, and the drafter is drawn from torch's one generator.
+    drafter = fresh_drafter(config).double()
     facts = target_facts(Path(config.target_model))
     model = AutoModelForCausalLM.from_pretrained(config.target_model, dtype=torch.float64).eval()
     head = model.get_output_embeddings().weight
     ids = drafter_config(config, facts).target_layer_ids
-    drafter = fresh_drafter(config).double()
     dataset = open_dataset(Path(config.data_dir), max_length=config.max_length, vocab_size=48)
     schedule = make_schedule(config, packing_of(config, dataset.lengths, dataset.candidates))
     loss = weight = 0.0

@@ -39,7 +39,9 @@ def data_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise preflight_error(
-            f"no data at {path}", cause="the path does not exist", hint="name where the data are with --data-dir"
+            f"no data at {path}",
+            cause="the path does not exist",
+            hint="name where data are with --data-dir, and with --held-out-dir",
         )
     if (path / "dataset_dict.json").is_file():
         path = _split(path)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from mutation.drafter_checks import written_kernel
+from races.in_process import Heard
 from torch._inductor.exc import InductorError
 
 from remote.protocol import events as ev
@@ -33,17 +34,8 @@ KEYS = {
 }  # fmt: skip
 
 
-class Log:
+class Log(Heard):
     """Telemetry that keeps what is said."""
-
-    def __init__(self) -> None:
-        self.events: list[ev.Event] = []
-
-    def emit(self, event: ev.Event) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        return
 
     @property
     def messages(self) -> list[tuple[str, str]]:

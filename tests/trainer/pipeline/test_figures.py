@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from races.in_process import Heard
 
 from remote.protocol import events as ev
 from trainer.data.rows import Row
@@ -70,17 +71,6 @@ def sums(loss: float = 6.0, weight: float = 4.0, *, stop: bool = False, row: Pac
 
 def outcome(norm: float = 0.5, skipped: float = 0.0) -> StepOutcome:
     return StepOutcome(torch.tensor(norm), torch.tensor(skipped))
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.events: list[ev.Event] = []
-
-    def emit(self, event: ev.Event) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        return
 
 
 # ---- sums and figures
@@ -273,7 +263,7 @@ def test_alarms(changes: dict[str, Any], alarms: list[str]) -> None:
 
 
 def test_a_step_is_reported_with_its_alarms() -> None:
-    sink = Sink()
+    sink = Heard()
     reporter = Reporter(sink, LAYOUT, rank=5, total_steps=10, first_step=5)
     reporter.begin()
     reporter.trained(GOOD.step)
@@ -339,7 +329,7 @@ def test_without_a_drafters_profile_there_is_none() -> None:
 
 
 def test_the_profiler_joins_the_newest_of_each_rank() -> None:
-    sink = Sink()
+    sink = Heard()
     profiler = PipelineProfiler(sink, rank=1, ring_capacity=0)
     profiler.emit(padding=0.0)
     assert sink.events == []
@@ -354,7 +344,7 @@ def test_the_profiler_joins_the_newest_of_each_rank() -> None:
 
 @pytest.mark.parametrize(("interval", "ticks"), [(0.0, 0), (1e-9, 3)])
 def test_an_interval_of_zero_turns_profiles_off(interval: float, ticks: int) -> None:
-    sink = Sink()
+    sink = Heard()
     timer = ProfileTimer(StageClock(), sink, interval=interval, role="target", device="cpu", rank=0)
     assert sum(timer.tick() for _ in range(3)) == ticks
     assert len(sink.events) == ticks
@@ -363,7 +353,7 @@ def test_an_interval_of_zero_turns_profiles_off(interval: float, ticks: int) -> 
 def test_a_long_step_gives_one_profile_not_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    timer = ProfileTimer(StageClock(), Sink(), interval=10.0, role="target", device="cpu", rank=0)
+    timer = ProfileTimer(StageClock(), Heard(), interval=10.0, role="target", device="cpu", rank=0)
     seen = []
     for moment in (105.0, 110.0, 111.0, 175.0, 176.0, 177.0, 185.0):
         now[0] = moment
@@ -374,7 +364,7 @@ def test_a_long_step_gives_one_profile_not_a_burst(monkeypatch: pytest.MonkeyPat
 def test_the_first_interval_begins_with_training(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    sink, clock = Sink(), StageClock()
+    sink, clock = Heard(), StageClock()
     timer = ProfileTimer(clock, sink, interval=10.0, role="target", device="cpu", rank=0)
     with clock.stage("target_forward"):
         now[0] += 500  # Warm-up.
@@ -393,7 +383,7 @@ def test_what_is_known_of_the_gpu_is_in_its_ranks_profile() -> None:
         def add_to(self, profile: ev.StageProfile) -> ev.StageProfile:
             return replace(profile, mfu=0.5)
 
-    sink = Sink()
+    sink = Heard()
     timer = ProfileTimer(
         StageClock(), sink, interval=1e-9, role="target", device="cuda:1", rank=3, gpu=cast(GpuFacts, Gpu())
     )
@@ -406,7 +396,7 @@ def test_what_is_known_of_the_gpu_is_in_its_ranks_profile() -> None:
 def test_time_spent_apart_does_not_slow_a_step_down(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    sink = Sink()
+    sink = Heard()
     reporter = Reporter(sink, LAYOUT, rank=0, total_steps=10, first_step=7)
     reporter.begin()
     now[0] += 2
@@ -424,7 +414,7 @@ def test_figures_that_come_late_or_together_do_not_change_a_steps_speed(monkeypa
     # On H200 the last of twenty steps was reported 0.26 s behind the one before: 24,942 tok/s for 6,000.
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    sink = Sink()
+    sink = Heard()
     reporter = Reporter(sink, LAYOUT, rank=0, total_steps=3, first_step=1)
     reporter.begin()
     for step in (1, 2, 3):
